@@ -109,7 +109,13 @@ FAMILIES = {
       },
       MAMBA
       | {
-        "layers_block_type": [MLP, LINEAR, FULL],
+        "layers_block_type": [MLP, LINEAR, "moe", FULL, "moe"],
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 5,
+        "routed_scaling_factor": 1.5,
         "n_groups": 4,
         "time_step_min": 0.9,
         "mlp_hidden_act": "silu",

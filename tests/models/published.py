@@ -42,6 +42,10 @@ COUNTS = {
   "mistral_7b_v0p1": ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
   "mistral_7b_v0p3": ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
   "mistral_nemo_12b": ("mistralai/Mistral-Nemo-Base-2407", 12_247_782_400),
+  "nemotron3_nano_30b_a3b": (
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    31_577_940_288,
+  ),
   "nemotron_nano_9b_v2": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8_888_227_328),
   "olmo2_1b": ("allenai/OLMo-2-0425-1B", 1_484_916_736),
   "olmo2_7b": ("allenai/OLMo-2-1124-7B", 7_298_617_344),

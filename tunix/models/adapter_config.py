@@ -24,7 +24,7 @@ READ = frozenset(
   ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
   + ("rank_pattern", "alpha_pattern", "init_lora_weights")
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-  + ("modules_to_save", "target_parameters")
+  + ("modules_to_save",)
 )
 # Fields that do not change the adapter's function: bookkeeping, settings of features
 # that are refused, and settings of the random initialisation.

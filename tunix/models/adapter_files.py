@@ -297,8 +297,12 @@ def read_adapter(
       "or PEFT wrote"
     )
   peft = tensor_files.read_json(path / CONFIG_FILE)
-  adapter_config.require_exact(path / CONFIG_FILE, peft)
   family = family or families.of_config(model.config)
+  # Only models with fused experts have parameters that `target_parameters` can select.
+  known = {"target_parameters"} if adapter_parameters.names(model, family) else set()
+  adapter_config.require_exact(
+    path / CONFIG_FILE, {name: peft[name] for name in peft.keys() - known}
+  )
   # The patterns of the configuration match names as PEFT spells them in the file.
   tensors, spelled = {}, {}
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():

@@ -1,16 +1,21 @@
 """Experts: two implementations that must agree, and routing by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
+from tests.sft import trainers
 from tunix.models import families
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.config import MoEConfig
+from tunix.sft.module_state import trained_variables
 from tunix.utils import tree
 
 TOKENS = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
@@ -47,8 +52,60 @@ def test_routing_by_hand():
   weights, chosen = moe.route(x)
   np.testing.assert_array_equal(chosen, [[0, 1]])
   np.testing.assert_allclose(weights, [[6 / 9, 3 / 9]], rtol=1e-6)
-  moe.normalise = False
+  moe.config = dataclasses.replace(moe.config, normalise=False)
   np.testing.assert_allclose(moe.route(x)[0], [[0.6, 0.3]], rtol=1e-6)
+
+
+def test_sigmoid_routing_by_hand():
+  moe = MoEConfig(
+    num_experts=6,
+    experts_per_token=2,
+    hidden_dim=8,
+    routing="sigmoid",
+    groups=3,
+    groups_used=1,
+    scale=2.5,
+  )
+  moe = toys.model(moe=moe).unstack().layers[0].mlp
+  odds = jnp.array([9.0, 0.01, 3.0, 1.0, 4.0, 0.25])  # sigmoid(log odds) is p
+  moe.router.kernel.set_value(jnp.zeros((32, 6)).at[0].set(jnp.log(odds)))
+  x = jnp.zeros((1, 32)).at[0, 0].set(1.0)
+  # Sums of the groups: 0.91, 0.75 + 0.5, 0.8 + 0.2. The second one is used.
+  weights, chosen = moe.route(x)
+  np.testing.assert_array_equal(chosen, [[2, 3]])
+  np.testing.assert_allclose(weights, 2.5 * np.array([[0.6, 0.4]]), rtol=1e-5)
+  # The correction chooses the third group, and does not weigh.
+  moe.correction.set_value(jnp.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.7]))
+  weights, chosen = moe.route(x)
+  np.testing.assert_array_equal(chosen, [[5, 4]])
+  np.testing.assert_allclose(weights, 2.5 * np.array([[0.2, 0.8]]), rtol=1e-5)
+
+
+def test_the_correction_is_not_trained():
+  made = model("ragged", routing="sigmoid")
+  trainer = trainers.trainer(made, optax.adamw(0.1, weight_decay=0.1))
+  made.layers.mlp.correction.set_value(jnp.ones((2, 5)))
+  trainer.train([toys.batch(0, rows=2, length=8)])
+  assert "layers.mlp.correction" not in trained_variables(made)
+  np.testing.assert_array_equal(trainer.model.layers.mlp.correction[...], 1.0)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_shared_mlp_is_added(gate, mesh_fsdp4_tp2):
+  made = model("ragged", shared_hidden_dim=6, shared_gate=gate)
+  layer = made.unstack().layers[0].mlp
+  x = jax.random.normal(jax.random.key(0), (2, 4, 32))
+  shared = layer.shared(x)
+  if gate:
+    shared = shared * jax.nn.sigmoid(layer.shared_gate(x))
+  both = layer(x)
+  layer.shared = None
+  np.testing.assert_allclose(both, layer(x) + shared, rtol=1e-5, atol=1e-6)
+  want = made(TOKENS)[0]
+  split = AutoModel.from_config(made.config, mesh_fsdp4_tp2)
+  with jax.set_mesh(mesh_fsdp4_tp2):
+    got = jax.jit(lambda: split(np.repeat(TOKENS, 2, 0))[0])()
+  np.testing.assert_allclose(got[::2], want, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_split_over_a_mesh(mesh_fsdp4_tp2):
@@ -67,6 +124,11 @@ def test_experts_split_over_a_mesh(mesh_fsdp4_tp2):
   [
     ({"experts_per_token": 6}, "experts_per_token is 6; expected 1 to 5"),
     ({"hidden_dim": 0}, "hidden_dim is 0: it must be a whole number of at least 1"),
+    ({"groups": 5}, "groups is 5 with 'softmax' routing"),
+    ({"groups": 2, "routing": "sigmoid"}, "expected a divisor of num_experts 5"),
+    ({"groups": 5, "routing": "sigmoid"}, "at least two experts in a group"),
+    ({"routing": "best"}, "routing is 'best'"),
+    ({"shared_gate": True}, "shared_hidden_dim None"),
     ({"implementation": "fast"}, "implementation 'fast' must be"),
   ],
 )

@@ -111,6 +111,7 @@ CASES = [
   ({"kv_heads": 4}, {"window": 3, "softcap": 2.0}),
   ({}, {"window": 1}),
   ({}, {"window": 40, "softcap": 1.0}),
+  ({}, {"window": 3, "sinks": np.array([-2.0, 0.5, 3.0, 1.0])}),
 ]
 
 

@@ -9,6 +9,7 @@ from tunix.models.transformer.config import (
   Activation,
   LayerType,
   Mamba2Config,
+  MoEConfig,
   TransformerConfig,
   TypeFields,
   fields_by_type,
@@ -16,8 +17,9 @@ from tunix.models.transformer.config import (
 )
 from tunix.models.transformer.model import Transformer
 
-# Letters of `hybrid_override_pattern`: Mamba-2, MLP, attention without positions.
-PATTERN: dict[str, LayerType] = {"M": "linear", "-": "none", "*": "nope"}
+# Letters of `hybrid_override_pattern`: Mamba-2, MLP, experts, attention without
+# positions.
+PATTERN: dict[str, LayerType] = {"M": "linear", "-": "none", "E": "none", "*": "nope"}
 
 # Layers of one part each, see `TransformerConfig.parts`.
 PARTS = {"linear": "mixer", "none": "mlp", "nope": "mixer"}
@@ -59,6 +61,26 @@ class ModelConfig(TransformerConfig):
     fields = sizes(56, 4480, 15680, 40, 8, layer_types=types)
     fields["type_fields"] = layer_fields(types, mixer)
     return cls(**(fields | overrides))
+
+  @classmethod
+  def nemotron3_nano_30b_a3b(cls, **overrides: Any) -> ModelConfig:
+    """Nemotron 3 Nano (December 2025): 23 Mamba-2, 23 expert and 6 attention layers."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    types: tuple[LayerType, ...] = tuple(PATTERN[letter] for letter in pattern)
+    mixer = Mamba2Config(
+      num_heads=64, head_dim=64, state_dim=128, groups=8, least_step=0.001
+    )
+    moe = MoEConfig(
+      num_experts=128,
+      experts_per_token=6,
+      hidden_dim=1856,
+      routing="sigmoid",
+      scale=2.5,
+      shared_hidden_dim=3712,
+    )
+    fields = sizes(52, 2688, 1856, 32, 2, layer_types=types, moe=moe)
+    fields["type_fields"] = layer_fields(types, mixer)
+    return cls(**(fields | {"max_position": 262_144} | overrides))
 
 
 class NemotronH(Transformer):

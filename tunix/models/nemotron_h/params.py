@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tunix.models.family import Family, presets_of
-from tunix.models.nemotron_h.model import PATTERN, ModelConfig, NemotronH, layer_fields
+from tunix.models.nemotron_h.model import ModelConfig, NemotronH, layer_fields
 from tunix.models.transformer import hf_config, hf_values
-from tunix.models.transformer.config import LayerType, Mamba2Config, TransformerConfig
+from tunix.models.transformer.config import (
+  LayerType,
+  Mamba2Config,
+  MoEConfig,
+  TransformerConfig,
+)
 from tunix.models.transformer.params import HfName, NameTable
 
 # Names of the layers in `layers_block_type`, those of transformers before 5.20 too.
@@ -15,15 +20,18 @@ _TYPES: dict[str, LayerType] = {
   "linear_attention": "linear",
   "full_attention": "nope",
   "mlp": "none",
+  "moe": "none",
   "mamba": "linear",
   "attention": "nope",
 }
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _SUPPORTED = {
   "use_bias": (False, None),
   "mamba_proj_bias": (False, None),
   "mamba_hidden_act": ("silu", None),
   "num_nextn_predict_layers": (0, None),
   "sliding_window": (None,),
+  "moe_latent_size": (None,),
 }
 # transformers' values of absent fields.
 _DEFAULTS: dict[str, Any] = {
@@ -39,6 +47,12 @@ _DEFAULTS: dict[str, Any] = {
   "conv_kernel": 4,
   "use_conv_bias": True,
   "time_step_min": 0.001,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 7688,
+  "moe_shared_expert_intermediate_size": 7688,
+  "n_group": 1,
+  "topk_group": 1,
 }
 
 
@@ -46,11 +60,12 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """Returns the `ModelConfig` of a `config.json` with model_type "nemotron_h".
 
   Raises:
-    ValueError: see `hf_config.decoder_fields`; or a layer has experts.
+    ValueError: see `hf_config.decoder_fields`; or a layer has an unknown type.
   """
   hf = _DEFAULTS | dict(hf)
   hf_config.check_supported(hf, _SUPPORTED)
-  types = _layer_types(hf)
+  names = _layer_names(hf)
+  types = tuple(_TYPES[name] for name in names)
   mixer = Mamba2Config(
     num_heads=hf_values.integer(hf, "mamba_num_heads"),
     head_dim=hf_values.integer(hf, "mamba_head_dim"),
@@ -74,24 +89,41 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     layer_types=types,
     type_fields=layer_fields(types, mixer),
     gated_mlp=False,
+    moe=_read_moe(hf, names) if "moe" in names else None,
   )
 
 
-def _layer_types(hf: hf_config.HfConfig) -> tuple[LayerType, ...]:
+def _read_moe(hf: hf_config.HfConfig, names: list[str]) -> MoEConfig:
+  number = lambda name: hf_values.integer(hf, name)
+  return MoEConfig(
+    num_experts=number("n_routed_experts"),
+    experts_per_token=number("num_experts_per_tok"),
+    hidden_dim=number("moe_intermediate_size"),
+    normalise=bool(hf.get("norm_topk_prob", True)),
+    routing="sigmoid",
+    groups=number("n_group"),
+    groups_used=number("topk_group"),
+    scale=hf_values.number(hf, "routed_scaling_factor", 1.0),
+    shared_hidden_dim=number("moe_shared_expert_intermediate_size"),
+    dense_layers=tuple(i for i, name in enumerate(names) if name == "mlp"),
+  )
+
+
+def _layer_names(hf: hf_config.HfConfig) -> list[str]:
   named, pattern = hf.get("layers_block_type"), hf.get("hybrid_override_pattern")
   if named is None and pattern is None:
     raise ValueError(
       "config.json has neither layers_block_type nor hybrid_override_pattern; expected "
       "the type of each layer"
     )
-  known = _TYPES if named is not None else PATTERN
+  known = _TYPES if named is not None else _LETTERS
   listed = list(named or pattern or ())
   if unknown := sorted({str(name) for name in listed} - set(known)):
     raise ValueError(
-      f"the layers have types {unknown}; expected some of {sorted(known)}. Layers with "
-      "experts (Nemotron 3) are not supported yet"
+      f"the layers have types {unknown}; expected some of {sorted(known)}. Correct "
+      "config.json"
     )
-  return tuple(known[name] for name in listed)
+  return [str(name) if named is not None else _LETTERS[name] for name in listed]
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -101,20 +133,26 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     ValueError: the layers are not those of a Nemotron-H model.
   """
   types = config.layer_types or ()
-  names = {ours: theirs for theirs, ours in reversed(_TYPES.items())}
+  known = {ours: theirs for theirs, ours in reversed(_TYPES.items())}
   mixer = dict(dict(config.type_fields).get("linear", ())).get("mixer")
-  if not types or not set(types) <= set(names) or mixer is None:
+  if not types or not set(types) <= set(known) or mixer is None:
     raise ValueError(
       f"layer_types is {config.layer_types} and the mixer {mixer}; expected layers of "
-      f"{sorted(names)} with a Mamba-2 mixer. Save the model as another family"
+      f"{sorted(known)} with a Mamba-2 mixer. Save the model as another family"
     )
-  letters = {ours: letter for letter, ours in PATTERN.items()}
+  sparse = config.moe is not None
+  dense = config.moe.dense_layers if sparse else range(config.num_layers)
+  names = [
+    "moe" if kind == "none" and i not in dense else known[kind]
+    for i, kind in enumerate(types)
+  ]
+  letters = {name: letter for letter, name in _LETTERS.items()}
   hf = hf_config.write_decoder(config, "nemotron_h", "NemotronHForCausalLM")
   own = {
     "mlp_hidden_act": hf.pop("hidden_act"),
     "layer_norm_epsilon": hf.pop("rms_norm_eps"),
-    "layers_block_type": [names[kind] for kind in types],
-    "hybrid_override_pattern": "".join(letters[kind] for kind in types),
+    "layers_block_type": names,
+    "hybrid_override_pattern": "".join(letters[name] for name in names),
     "mamba_num_heads": mixer.num_heads,
     "mamba_head_dim": mixer.head_dim,
     "ssm_state_size": mixer.state_dim,
@@ -125,13 +163,31 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     "mlp_bias": False,
     "use_bias": False,
   }
-  return hf | own
+  return hf | own | ({} if config.moe is None else _write_moe(config.moe))
+
+
+def _write_moe(moe: MoEConfig) -> dict[str, Any]:
+  return {
+    "n_routed_experts": moe.num_experts,
+    "num_experts_per_tok": moe.experts_per_token,
+    "moe_intermediate_size": moe.hidden_dim,
+    "moe_shared_expert_intermediate_size": moe.shared_hidden_dim,
+    "n_shared_experts": 1,
+    "norm_topk_prob": moe.normalise,
+    "n_group": moe.groups,
+    "topk_group": moe.groups_used,
+    "routed_scaling_factor": moe.scale,
+  }
 
 
 def _names() -> NameTable:
   layer = "model.layers.{i}."
   linears = {f"attn.{x}_proj": f"{x}_proj" for x in ("q", "k", "v", "o", "in", "out")}
-  linears |= {"mlp.up_proj": "up_proj", "mlp.down_proj": "down_proj"}
+  for x in ("up_proj", "down_proj"):
+    linears[f"mlp.{x}"] = x
+    linears[f"mlp.experts.{x}"] = f"experts.{{e}}.{x}"
+    linears[f"mlp.shared.{x}"] = f"shared_experts.{x}"
+  linears["mlp.router"] = "gate"
   small = {
     "attn.conv_kernel": "conv1d.weight",
     "attn.conv_bias": "conv1d.bias",
@@ -139,6 +195,7 @@ def _names() -> NameTable:
     "attn.a_log": "A_log",
     "attn.skip": "D",
     "attn.norm.scale": "norm.weight",
+    "mlp.correction": "gate.e_score_correction_bias",
   }
   return {
     "embed_tokens.embedding": HfName("model.embeddings.weight"),
@@ -169,5 +226,8 @@ FAMILY = Family(
   config_to_hf=config_to_hf,
   presets=presets_of(ModelConfig),
   canonical_key=_canonical,
-  hub_names={"nvidia-nemotron-nano-9b-v2": "nemotron_nano_9b_v2"},
+  hub_names={
+    "nvidia-nemotron-nano-9b-v2": "nemotron_nano_9b_v2",
+    "nvidia-nemotron-3-nano-30b-a3b-bf16": "nemotron3_nano_30b_a3b",
+  },
 )

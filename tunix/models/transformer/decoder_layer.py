@@ -154,14 +154,15 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
 def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   if c.moe is None:
     return _dense_mlp(c, make, c.hidden_dim)
+  shared = c.moe.shared_hidden_dim
   return MoE(
     make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
     _experts(c, c.moe, make),
-    experts_per_token=c.moe.experts_per_token,
-    normalise=c.moe.normalise,
-    routing=c.moe.routing,
-    implementation=c.moe.implementation,
+    config=c.moe,
     rules=c.sharding,
+    correction=make.correction(c.moe) if c.moe.routing == "sigmoid" else None,
+    shared=None if shared is None else _dense_mlp(c, make, shared),
+    shared_gate=make.linear(c.embed_dim, 1, "router") if c.moe.shared_gate else None,
   )
 
 

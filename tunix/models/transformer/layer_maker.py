@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models.transformer import sharding
-from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.config import MoEConfig, ShardingRules
 from tunix.models.transformer.layers import (
   Embedding,
   FrozenParam,
@@ -95,6 +95,12 @@ class LayerMaker:
       param_dtype=self.param_dtype,
       rngs=self.rngs,
     )
+
+  def correction(self, moe: MoEConfig) -> FrozenParam:
+    """Makes the corrections of a router's scores, one per expert, in float32."""
+    value = jnp.zeros((*self.stack, moe.num_experts), jnp.float32)
+    spec = (None,) * value.ndim
+    return FrozenParam(value, out_sharding=spec, eager_sharding=False)
 
   def small(self, shape: tuple[int, ...], value: Any = None) -> nnx.Param:
     """Makes a parameter that no mesh splits.

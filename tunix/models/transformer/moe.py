@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer import dropout, qwix_seam, sharding
-from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.config import MoEConfig, ShardingRules
+from tunix.models.transformer.layers import FrozenParam, Linear
 from tunix.models.transformer.mlp import MLP, FusedGatedMLP
 from tunix.models.transformer.routing import LayerRoutes
 from tunix.perf import hlo_flops
@@ -35,14 +35,14 @@ def _names(spec: PartitionSpec) -> set[str]:
 
 
 def _of_router(path: tuple[Any, ...], _: Any) -> bool:
-  return "router" in path
+  return "router" in path or "correction" in path
 
 
 def active_share(model: nnx.Module) -> float:
   """Returns the share of the experts that each token uses, k / E; 1 without experts."""
   for _, node in nnx.iter_graph(model):
     if isinstance(node, MoE):
-      return node.experts_per_token / node.router.kernel.shape[-1]
+      return node.config.experts_per_token / node.router.kernel.shape[-1]
   return 1.0
 
 
@@ -83,14 +83,26 @@ class ExpertShard:
     return set_xla_metadata(**{hlo_flops.SHARE: str(part)})
 
 
+_SCORES: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+  "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+  "chosen": lambda logits: logits,
+  "sigmoid": jax.nn.sigmoid,
+}
+
+
 class MoE(nnx.Module):
   """The sum of weight * expert(x) over the k experts of each token.
 
   Attributes:
     router: linear map [D, E]; its softmax in float32 gives the weights.
     experts: an MLP whose kernels have an axis of experts, [E, in, out].
-    experts_per_token, normalise, routing, implementation: see `MoEConfig`.
+    config: see `MoEConfig`.
     rules: mesh axes of rows, tokens and experts.
+    correction: [E], added to the scores that choose experts, or None. It has no
+      gradient.
+    shared: an MLP that every token uses besides its experts, or None.
+    shared_gate: linear map [D, 1] whose sigmoid multiplies the output of `shared`, or
+      None.
   """
 
   def __init__(
@@ -98,31 +110,42 @@ class MoE(nnx.Module):
     router: Linear,
     experts: Experts,
     *,
-    experts_per_token: int,
-    normalise: bool,
-    routing: Literal["softmax", "chosen"] = "softmax",
-    implementation: Literal["ragged", "dense"],
+    config: MoEConfig,
     rules: ShardingRules,
+    correction: FrozenParam | None = None,
+    shared: MLP | None = None,
+    shared_gate: Linear | None = None,
   ):
     self.router = router
     self.experts = experts
-    self.experts_per_token = experts_per_token
-    self.normalise = normalise
-    self.routing = routing
-    self.implementation = implementation
+    self.config = config
     self.rules = rules
+    self.correction = nnx.data(correction)
+    self.shared, self.shared_gate = nnx.data(shared), nnx.data(shared_gate)
 
   def __call__(
     self, x: Float[Array, "B T D"], routes: LayerRoutes | None = None
   ) -> Float[Array, "B T D"]:
-    """Returns the sum over the experts of each token.
+    """Returns the sum over the experts of each token, and the shared MLP's output.
 
     Args:
       x: the tokens.
       routes: logs the routes, or replays recorded ones; None for neither.
     """
+    if self.shared is None:
+      return self._routed(x, routes)
+    # Apart: its weights are split like those of an MLP, not like those of experts.
+    alone = nnx.merge(*nnx.split(self))
+    alone.shared, alone.shared_gate = nnx.data(None), nnx.data(None)
+    with jax.named_scope("shared"):
+      out = self.shared(x)
+      if self.shared_gate is not None:
+        out = out * jax.nn.sigmoid(self.shared_gate(x))
+    return alone._routed(x, routes) + out
+
+  def _routed(self, x, routes):
     mesh = mesh_lib.context_mesh()
-    can_shard = self.implementation == "ragged" and not self._needs_whole_batch()
+    can_shard = self.config.implementation == "ragged" and not self._needs_whole_batch()
     if mesh is not None and can_shard and not self._is_left_to_xla(mesh, x):
       return self._on_mesh(mesh, x, routes)
     logits = self._logits(x)
@@ -131,7 +154,7 @@ class MoE(nnx.Module):
       routes.add(logits, chosen)
     weights = weights.astype(x.dtype)
     with jax.named_scope("experts"):
-      if self.implementation == "dense":
+      if self.config.implementation == "dense":
         return self._dense(x, weights, chosen)
       return self._grouped(self.experts, ExpertShard(self._count), x, weights, chosen)
 
@@ -168,6 +191,8 @@ class MoE(nnx.Module):
 
   def _logits(self, tokens: Float[Array, "... D"]) -> Float[Array, "... E"]:
     with jax.named_scope("router"):
+      if self.config.routing == "sigmoid":  # trained in float32
+        tokens = tokens.astype(jnp.float32)
       return self.router(tokens).astype(jnp.float32)
 
   def _choose(
@@ -180,16 +205,32 @@ class MoE(nnx.Module):
       replay: numbers of the experts to use; None for those of the largest logits.
     """
     with jax.named_scope("router"):
-      scores = logits if self.routing == "chosen" else jax.nn.softmax(logits, axis=-1)
+      c = self.config
+      scores = _SCORES[c.routing](logits)
       if replay is None:
-        weights, chosen = jax.lax.top_k(scores, self.experts_per_token)
+        weights, chosen = self._best(scores)
       else:
         weights, chosen = jnp.take_along_axis(scores, replay, axis=-1), replay
-      if self.routing == "chosen":
+      if c.routing == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
-      elif self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
+      elif c.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-      return weights, chosen
+      return (weights if c.scale == 1 else c.scale * weights), chosen
+
+  def _best(self, scores):
+    """Returns scores and numbers of the experts to use."""
+    c = self.config
+    if self.correction is None:
+      return jax.lax.top_k(scores, c.experts_per_token)
+    ranks = scores + self.correction[...].astype(jnp.float32)
+    if c.groups > 1:
+      groups = ranks.reshape(*ranks.shape[:-1], c.groups, -1)
+      of_group = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
+      used = jax.lax.top_k(of_group, c.groups_used)[1]
+      is_used = jnp.any(jax.nn.one_hot(used, c.groups, dtype=bool), axis=-2)
+      ranks = jnp.where(is_used[..., None], groups, -jnp.inf).reshape(ranks.shape)
+    chosen = jax.lax.top_k(ranks, c.experts_per_token)[1]
+    return jnp.take_along_axis(scores, chosen, axis=-1), chosen
 
   def _dense(self, x, weights, chosen):
     """Runs every expert on every token; the unused ones get weight 0."""
@@ -270,7 +311,7 @@ class MoE(nnx.Module):
       x: tokens [..., D].
       weights, chosen: weights and expert numbers from `route`, [..., k].
     """
-    k = self.experts_per_token
+    k = self.config.experts_per_token
     tokens = x.reshape(-1, x.shape[-1])
     number = chosen.reshape(-1) - shard.first
     is_local = (number >= 0) & (number < shard.count)

@@ -46,7 +46,16 @@ class MoEConfig:
     normalise: if True, the k weights are divided by their sum.
     routing: "softmax" takes the softmax over all experts and then the k largest;
       "chosen" takes the k largest logits and then the softmax over them (gpt-oss),
-      which needs no `normalise`.
+      which needs no `normalise`; "sigmoid" takes the sigmoid of each logit, and adds a
+      correction to choose but not to weigh (DeepSeek-V3, arXiv:2412.19437).
+    groups, groups_used: with "sigmoid" routing, the experts form `groups` groups. The k
+      experts belong to the `groups_used` groups whose two best experts have the largest
+      sums.
+    scale: factor of the weights.
+    shared_hidden_dim: hidden width of an MLP that every token uses besides its experts,
+      or None.
+    shared_gate: if True, the output of the shared MLP is multiplied by the sigmoid of a
+      linear map of the token (Qwen 3.5).
     bias: if True, the router and the maps of the experts have biases.
     fused_gate: if True, gate and up projection are one map `gate_up_proj` whose outputs
       2 i and 2 i + 1 are gate and up of hidden unit i (gpt-oss).
@@ -64,7 +73,12 @@ class MoEConfig:
   experts_per_token: int
   hidden_dim: int
   normalise: bool = True
-  routing: Literal["softmax", "chosen"] = "softmax"
+  routing: Literal["softmax", "chosen", "sigmoid"] = "softmax"
+  groups: int = 1
+  groups_used: int = 1
+  scale: float = 1.0
+  shared_hidden_dim: int | None = None
+  shared_gate: bool = False
   bias: bool = False
   fused_gate: bool = False
   clamped_gate: ClampedGate | None = None
@@ -78,6 +92,10 @@ class MoEConfig:
       self,
       num_experts=checks.COUNT,
       hidden_dim=checks.COUNT,
+      groups=checks.COUNT,
+      groups_used=checks.COUNT,
+      scale=checks.POSITIVE,
+      shared_hidden_dim=checks.COUNT,
       balance_weight=checks.NOT_NEGATIVE,
       z_weight=checks.NOT_NEGATIVE,
     )
@@ -86,11 +104,35 @@ class MoEConfig:
         f"experts_per_token is {self.experts_per_token}; expected 1 to "
         f"{self.num_experts}, the number of experts"
       )
-    if self.routing not in ("softmax", "chosen"):
+    if self.routing not in ("softmax", "chosen", "sigmoid"):
       raise ValueError(
-        f"MoE routing is {self.routing!r}; expected 'softmax' or 'chosen'"
+        f"MoE routing is {self.routing!r}; expected 'softmax', 'chosen' or 'sigmoid'"
       )
+    self._check_groups()
     if self.implementation not in ("ragged", "dense"):
       raise ValueError(
         f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
+      )
+
+  def _check_groups(self):
+    if self.groups > 1 and self.routing != "sigmoid":
+      raise ValueError(
+        f"groups is {self.groups} with {self.routing!r} routing; expected 1, or "
+        "routing 'sigmoid'"
+      )
+    if self.num_experts % self.groups or self.groups_used > self.groups:
+      raise ValueError(
+        f"groups is {self.groups} and groups_used {self.groups_used}; expected a "
+        f"divisor of num_experts {self.num_experts}, and at most as many used groups"
+      )
+    size = self.num_experts // self.groups
+    most = size * self.groups_used
+    if self.groups > 1 and (size < 2 or self.experts_per_token > most):
+      raise ValueError(
+        f"groups of {size} experts, of which {self.groups_used} are used; expected at "
+        f"least two experts in a group and {self.experts_per_token} in the used groups"
+      )
+    if self.shared_gate and self.shared_hidden_dim is None:
+      raise ValueError(
+        "shared_gate is True and shared_hidden_dim None; expected a width of the MLP"
       )

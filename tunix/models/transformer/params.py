@@ -55,9 +55,16 @@ _NORMS = {
   "attn.k_norm": "self_attn.k_norm",
 }
 _PROJECTIONS = {f"attn.{x}_proj": f"self_attn.{x}_proj" for x in "qkvo"}
-_MLP = {f"mlp.{x}_proj": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+_GATED = ("gate", "up", "down")
+_MLP = {f"mlp.{x}_proj": f"mlp.{x}_proj" for x in _GATED}
 _MOE = {"mlp.router": "mlp.gate"} | {
-  f"mlp.experts.{x}_proj": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")
+  f"mlp.experts.{x}_proj": f"mlp.experts.{{e}}.{x}_proj" for x in _GATED
+}
+
+# The MLP that all tokens of a mixture use, and the correction of its router.
+_SHARED = {f"mlp.shared.{x}_proj": f"mlp.shared_experts.{x}_proj" for x in _GATED}
+_CORRECTION = {
+  "layers.mlp.correction": HfName(f"{_LAYER}mlp.gate.e_score_correction_bias")
 }
 
 # Maps a dotted parameter path, without layer numbers, to its tensor. It has an entry
@@ -65,7 +72,8 @@ _MOE = {"mlp.router": "mlp.gate"} | {
 DECODER: NameTable = {
   "embed_tokens.embedding": HfName("model.embed_tokens.weight"),
   **{f"layers.{k}.scale": HfName(f"{_LAYER}{v}.weight") for k, v in _NORMS.items()},
-  **_linears(_LAYER, _PROJECTIONS | _MLP | _MOE),
+  **_linears(_LAYER, _PROJECTIONS | _MLP | _MOE | _SHARED),
+  **_CORRECTION,
   "norm.scale": HfName("model.norm.weight"),
   "lm_head.kernel": HfName("lm_head.weight", transpose=True),
   "score.kernel": HfName("score.weight", transpose=True),
