@@ -256,6 +256,36 @@ def nemotron_h():
   return transformers.NemotronHForCausalLM(config)
 
 
+def gemma4():
+  """All parts of Gemma 4 at once: the last two layers read the keys of others."""
+  config = transformers.Gemma4TextConfig(
+    **COMMON | {"num_hidden_layers": 5, "head_dim": 4, "initializer_range": 1.0},
+    layer_types=[f"{x}_attention" for x in "sliding full sliding sliding full".split()],
+    sliding_window=3,
+    global_head_dim=6,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=5,
+    vocab_size_per_layer_input=VOCAB,
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=8,
+    final_logit_softcapping=9.0,
+    rope_parameters={
+      "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.7,
+      },
+      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  )
+  return transformers.Gemma4ForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -276,11 +306,12 @@ BUILDERS = (
   granite,
   gpt_oss,
   nemotron_h,
+  gemma4,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, gemma4)
 
 
 def inputs():
@@ -362,6 +393,9 @@ def main(names=()):
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+    for name, value in model.named_buffers():
+      if name.endswith("layer_scalar"):
+        torch.nn.init.uniform_(value, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
       legacy_spelling(folder)

@@ -188,7 +188,8 @@ FAMILIES["gemma4"] = (
     FIVE
     | {
       "sliding_window": 4,
-      "initializer_range": 0.2,
+      # With smaller weights, rounding a weight changes the gradient by more than 1e-5.
+      "initializer_range": 1.0,
       "head_dim": 4,
       "global_head_dim": 6,
       "hidden_size_per_layer_input": 5,
@@ -200,6 +201,21 @@ FAMILIES["gemma4"] = (
         FULL: PROPORTIONAL | {"partial_rotary_factor": 0.7},
         SLIDING: DEFAULT,
       },
+    },
+    # As 26B-A4B: experts beside the MLP.
+    THREE
+    | {
+      "sliding_window": 2,
+      "head_dim": 4,
+      "global_head_dim": 6,
+      "num_global_key_value_heads": 4,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "enable_moe_block": True,
+      "num_experts": 5,
+      "top_k_experts": 2,
+      "moe_intermediate_size": 8,  # torch's grouped product needs a multiple of 4
+      "layer_types": [SLIDING, SLIDING, FULL],
     },
     ONE_LAYER
     | {

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tunix.models.transformer.config import (
   Activation,
+  MoEConfig,
   RopeConfig,
   TransformerConfig,
   fields_by_type,
@@ -16,6 +17,24 @@ from tunix.models.transformer.model import Transformer
 
 _GLOBAL = RopeConfig(theta=1_000_000.0, scaling="proportional", partial=0.25)
 _LOCAL = RopeConfig(theta=10_000.0)
+
+
+def experts(count: int, hidden_dim: int, per_token: int) -> MoEConfig:
+  """Returns the experts of a Gemma 4 model.
+
+  Args:
+    count: number of experts E.
+    hidden_dim: hidden width F of one expert.
+    per_token: number of experts k of each token.
+  """
+  return MoEConfig(
+    num_experts=count,
+    experts_per_token=per_token,
+    hidden_dim=hidden_dim,
+    fused_gate=True,
+    fused_halves=True,
+    beside_mlp=True,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +79,14 @@ class ModelConfig(TransformerConfig):
     fields = sizes(60, 5376, 21_504, 32, 16, max_position=262_144)
     return cls(**(fields | _pattern(60, 6, 1024, _joint(4)) | overrides))
 
+  @classmethod
+  def gemma4_26b_a4b(cls, **overrides: Any) -> ModelConfig:
+    """Gemma 4 26B-A4B: 128 experts beside the MLP, 8 of them for each token."""
+    fields = sizes(30, 2816, 2112, 16, 8, max_position=262_144)
+    fields["moe"] = experts(128, 704, 8)
+    return cls(**(fields | _pattern(30, 6, 1024, _joint(2)) | overrides))
+
+  gemma4_26b_a4b_it = gemma4_26b_a4b
   gemma4_e2b_it = gemma4_e2b
   gemma4_e4b_it = gemma4_e4b
   gemma4_31b_it = gemma4_31b

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.family import Family, presets_of
-from tunix.models.gemma4.model import Gemma4, ModelConfig
+from tunix.models.gemma4.model import Gemma4, ModelConfig, experts
 from tunix.models.transformer import hf_config, hf_rope, hf_values
 from tunix.models.transformer.config import TransformerConfig, fields_by_type
 from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
@@ -44,6 +44,7 @@ _SUPPORTED = {"use_bidirectional_attention": (None, "vision")}
 
 _LAYER = "model.layers.{i}."
 _GATE = "layers.input_gate."
+_MOE = "layers.beside.moe."
 NAMES: NameTable = {
   **DECODER,
   "layer_inputs.table.embedding": HfName("model.embed_tokens_per_layer.weight"),
@@ -54,6 +55,18 @@ NAMES: NameTable = {
   f"{_GATE}gate.kernel": HfName(f"{_LAYER}per_layer_input_gate.weight", True),
   f"{_GATE}projection.kernel": HfName(f"{_LAYER}per_layer_projection.weight", True),
   f"{_GATE}norm.scale": HfName(f"{_LAYER}post_per_layer_input_norm.weight"),
+  "layers.beside.mlp_norm.scale": HfName(
+    f"{_LAYER}post_feedforward_layernorm_1.weight"
+  ),
+  "layers.beside.out_norm.scale": HfName(
+    f"{_LAYER}post_feedforward_layernorm_2.weight"
+  ),
+  f"{_MOE}in_norm.scale": HfName(f"{_LAYER}pre_feedforward_layernorm_2.weight"),
+  f"{_MOE}router.kernel": HfName(f"{_LAYER}router.proj.weight", True),
+  f"{_MOE}router_scale": HfName(f"{_LAYER}router.scale"),
+  f"{_MOE}expert_scale": HfName(f"{_LAYER}router.per_expert_scale"),
+  f"{_MOE}experts.gate_up_proj.kernel": HfName(f"{_LAYER}experts.gate_up_proj", True),
+  f"{_MOE}experts.down_proj.kernel": HfName(f"{_LAYER}experts.down_proj", True),
   "layers.scalar": HfName(f"{_LAYER}layer_scalar"),
 }
 
@@ -74,8 +87,10 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   plain |= {"hidden_act": hf["hidden_activation"], "layer_types": _types(hf)}
   fields = hf_config.decoder_fields(plain, tied=True, sliding=lambda i: False)
   cap = hf.get("final_logit_softcapping")
+  full_only = {"layer_types": ("full",) * fields["num_layers"]}
   return ModelConfig(
-    **fields
+    **full_only
+    | fields
     | {
       "rope": full,
       "local_rope": local,
@@ -84,6 +99,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     }
     | _shared(hf, fields["hidden_dim"])
     | _layer_inputs(hf)
+    | _experts(hf)
   )
 
 
@@ -128,8 +144,10 @@ def _full_layers(hf: hf_config.HfConfig) -> dict[str, Any]:
     full = {str(i) for i, name in enumerate(_types(hf)) if name == "full_attention"}
     values = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
     own = values[0] if values else None
-    if not isinstance(own, Mapping) or set(by_layer) != full or values != [own] * len(
-      values
+    if (
+      not isinstance(own, Mapping)
+      or set(by_layer) != full
+      or values != [own] * len(values)
     ):
       raise ValueError(
         f"per_layer_config is {by_layer!r}; expected the same settings for each full "
@@ -164,6 +182,13 @@ def _layer_inputs(hf: hf_config.HfConfig) -> dict[str, Any]:
   }
 
 
+def _experts(hf: hf_config.HfConfig) -> dict[str, Any]:
+  if not hf.get("enable_moe_block"):
+    return {}
+  counts = ("num_experts", "moe_intermediate_size", "top_k_experts")
+  return {"moe": experts(*(hf_values.integer(hf, name) for name in counts))}
+
+
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   """Returns the `config.json` of a Gemma 4 text model."""
   hf = hf_config.write_decoder(config, "gemma4_text", "Gemma4ForCausalLM")
@@ -172,6 +197,13 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   full = own.get("full", {})
   joint = full.get("values_from_keys", config.values_from_keys)
   heads = full.get("num_kv_heads", config.num_kv_heads)
+  moe = config.moe
+  if moe is not None:
+    hf |= {
+      "num_experts": moe.num_experts,
+      "moe_intermediate_size": moe.hidden_dim,
+      "top_k_experts": moe.experts_per_token,
+    }
   return (
     hf
     | hf_config.write_layers(config)
@@ -182,6 +214,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
       "global_head_dim": full.get("head_dim", config.head_dim),
       "num_global_key_value_heads": heads if joint else None,
       "attention_k_eq_v": joint,
+      "enable_moe_block": moe is not None,
       "num_kv_shared_layers": config.shared_kv_layers,
       "use_double_wide_mlp": config.shared_kv_hidden_dim is not None,
       "hidden_size_per_layer_input": config.layer_input_dim or 0,
@@ -211,8 +244,8 @@ FAMILY = Family(
   ),
   presets=presets_of(ModelConfig),
   hub_names={
-    f"gemma-4-{size}{ending}": f"gemma4_{size}"
-    for size in ("e2b", "e4b", "31b")
+    f"gemma-4-{size}{ending}": f"gemma4_{size.replace('-', '_')}"
+    for size in ("e2b", "e4b", "31b", "26b-a4b")
     for ending in ("", "-it")
   },
 )

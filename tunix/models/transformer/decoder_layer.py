@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
+from tunix.models.transformer.beside import ExpertsBeside
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_inputs import LayerInputGate
 from tunix.models.transformer.layer_maker import LayerMaker
@@ -47,6 +48,10 @@ class DecoderLayer(nnx.Module):
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
     self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
     self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
+    beside = c.moe is not None and c.moe.beside_mlp
+    self.beside = nnx.data(
+      ExpertsBeside(c, make, _moe(c, c.moe, make)) if c.moe and beside else None
+    )
     takes_input = c.layer_input_dim is not None
     self.input_gate = nnx.data(LayerInputGate(c, make) if takes_input else None)
     self.scalar = nnx.data(make.scalar() if c.layer_scalars else None)
@@ -87,7 +92,10 @@ class DecoderLayer(nnx.Module):
     if self.mlp is not None:
       with jax.named_scope("mlp"):
         extra = (routes,) if isinstance(self.mlp, MoE) else ()
-        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
+        out = self.mlp(mlp_in(x), *extra)
+        if self.beside is not None:
+          out = self.beside(out, x, routes)
+        x = x + self._scaled(mlp_out(out))
       x = sharding.pin_activations(x, self.rules)
     if self.input_gate is not None:
       with jax.named_scope("layer_input"):
@@ -152,17 +160,24 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
 
 
 def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
-  if c.moe is None:
+  if c.moe is None or c.moe.beside_mlp:
     return _dense_mlp(c, make, c.hidden_dim)
-  shared = c.moe.shared_hidden_dim
+  return _moe(c, c.moe, make)
+
+
+def _moe(c: TransformerConfig, moe: MoEConfig, make: LayerMaker) -> MoE:
+  shared, beside = moe.shared_hidden_dim, moe.beside_mlp
   return MoE(
-    make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
-    _experts(c, c.moe, make),
-    config=c.moe,
+    make.linear(c.embed_dim, moe.num_experts, "router", bias=moe.bias),
+    _experts(c, moe, make),
+    config=moe,
     rules=c.sharding,
-    correction=make.correction(c.moe) if c.moe.routing == "sigmoid" else None,
+    correction=make.correction(moe) if moe.routing == "sigmoid" else None,
     shared=None if shared is None else _dense_mlp(c, make, shared),
-    shared_gate=make.linear(c.embed_dim, 1, "router") if c.moe.shared_gate else None,
+    shared_gate=make.linear(c.embed_dim, 1, "router") if moe.shared_gate else None,
+    in_norm=make.norm(c.embed_dim, c.norm_eps, c.norm_offset) if beside else None,
+    router_scale=make.small((c.embed_dim,), 1.0) if beside else None,
+    expert_scale=make.small((moe.num_experts,), 1.0) if beside else None,
   )
 
 
@@ -183,7 +198,8 @@ def _experts(
   down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
   activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
   if moe.fused_gate:
-    return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
+    both = into(2 * moe.hidden_dim)
+    return FusedGatedMLP(both, down(), activation, gating, halves=moe.fused_halves)
   if not c.gated_mlp:
     return MLP(into(moe.hidden_dim), down(), activation)
   first = into(moe.hidden_dim), into(moe.hidden_dim)

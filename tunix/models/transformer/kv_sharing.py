@@ -1,7 +1,8 @@
 """Layers that read the keys and values of an earlier layer (Gemma 3n and 4).
 
-The last `shared_kv_layers` layers have no keys and values of their own. Each reads those
-of the last earlier layer of its type. Without a cache every layer passes its keys and
+The last `shared_kv_layers` layers have no keys and values of their own. Each reads
+those of the last earlier layer of its type. Without a cache every layer passes its keys
+and
 values on beside the residual stream, and a later layer of the same type replaces them:
 the last ones that were passed on are the ones to read. So the layers can be scanned.
 """

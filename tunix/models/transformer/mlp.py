@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models.transformer.layers import Linear
@@ -72,6 +73,8 @@ class FusedGatedMLP(nnx.Module):
   Attributes:
     gate_up_proj: its outputs 2 i and 2 i + 1 are gate and up of hidden unit i. A
       contiguous shard of the outputs therefore holds whole hidden units.
+    halves: if True, the first half of the outputs is the gate instead, and the second
+      half is up.
     down_proj, activation, gating: see `GatedMLP`.
   """
 
@@ -81,8 +84,11 @@ class FusedGatedMLP(nnx.Module):
     down_proj: Linear,
     activation: Activation = jax.nn.silu,
     gating: Gate | None = None,
+    *,
+    halves: bool = False,
   ):
     self.gate_up_proj = gate_up_proj
+    self.halves = halves
     self.down_proj = down_proj
     self.activation = activation
     self.gating = gating
@@ -93,7 +99,11 @@ class FusedGatedMLP(nnx.Module):
   def hidden(self, x: jax.Array, product: Product) -> jax.Array:
     """Returns the hidden units, see `MLP.hidden`."""
     both = product(self.gate_up_proj, x)
-    return gated(both[..., ::2], both[..., 1::2], self.activation, self.gating)
+    if self.halves:
+      gate, up = jnp.split(both, 2, axis=-1)
+    else:
+      gate, up = both[..., ::2], both[..., 1::2]
+    return gated(gate, up, self.activation, self.gating)
 
 
 def gated(

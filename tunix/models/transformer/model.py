@@ -52,12 +52,12 @@ class Transformer(nnx.Module):
 
   Attributes:
     config: shape and options.
-    embed_tokens, layer_inputs, layers, norm, lm_head, score: the modules. `layer_inputs`
-      may be None, see `TransformerConfig.layer_input_dim`. `layers` is one module of
+    embed_tokens, layers, norm, lm_head, score: the modules. `layers` is one module of
       stacked weights, or a dictionary of them by structure (see
       `TransformerConfig.structures`), or a list after `unstack`. `lm_head` is None if
       the embeddings are tied or if there is a `score` head, see
       `TransformerConfig.num_scores`.
+    layer_inputs: makes the vectors of the layers, see layer_inputs.py; or None.
     router_log: the log of the routers that `routing.logged` opened, or None.
   """
 
