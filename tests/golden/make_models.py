@@ -260,7 +260,9 @@ def gemma4():
   """All parts of Gemma 4 at once: the last two layers read the keys of others."""
   config = transformers.Gemma4TextConfig(
     **COMMON | {"num_hidden_layers": 5, "head_dim": 4, "initializer_range": 1.0},
-    layer_types=[f"{x}_attention" for x in "sliding full sliding sliding full".split()],
+    layer_types=[
+      f"{x}_attention" for x in ["sliding", "full", "sliding", "sliding", "full"]
+    ],
     sliding_window=3,
     global_head_dim=6,
     num_global_key_value_heads=1,

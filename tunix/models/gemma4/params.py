@@ -240,6 +240,8 @@ FAMILY = Family(
   canonical_key=canonical_key,
   harmless=(
     *HARMLESS,
+    # The published files hold them for layers that read the keys of others, too.
+    r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",
     r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
   ),
   presets=presets_of(ModelConfig),
