@@ -90,6 +90,7 @@ NAVIGATION = (
     [
       *("guides/real_models", "guides/planning", "guides/placement"),
       *("guides/multi_host", "guides/sampling", "guides/engine", "guides/serving"),
+      "guides/tinker",
       *("guides/engines", "guides/scoring"),
       *("guides/sizes", "attention"),
     ],

@@ -35,6 +35,7 @@ LAYERS = {
   "distillation": 6,
   "plan": 6.5,
   "serve": 7,  # beside cli, which may import it
+  "tinker": 7,  # beside both; its app is over serve's
   "cli": 7,
   "examples": 8,
 }
@@ -44,8 +45,17 @@ SIDEWAYS = {
   ("cli", "tunix.serve.router"),
   ("cli", "tunix.serve.server"),
   ("cli", "tunix.serve.settings"),
+  ("cli", "tunix.tinker.app"),
+  ("cli", "tunix.tinker.service"),
+  ("cli", "tunix.tinker.settings"),
   ("data", "tunix.generate.tokenizer_adapter"),
   ("perf", "tunix.utils.metric"),
+  ("tinker", "tunix.serve.app"),
+  ("tinker", "tunix.serve.context"),
+  ("tinker", "tunix.serve.errors"),
+  ("tinker", "tunix.serve.guard"),
+  ("tinker", "tunix.serve.http"),
+  ("tinker", "tunix.serve.settings"),
 }
 
 # Packages that cost import time or are optional, and the only files that may

@@ -15,8 +15,9 @@ import pytest
 from tests import toys, toys_text
 from tests.cli import runs
 from tunix.cli.build import loading
-from tunix.cli.commands import serve
+from tunix.cli.commands import plan_serve, serve
 from tunix.cli.run import folder as run_folder
+from tunix.generate.engine.engine import Engine
 from tunix.models import lora, safetensors_saver
 from tunix.utils import env
 
@@ -184,6 +185,7 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
     (["--adapter", "a=/nowhere"], 2, "there is no such folder"),
     (["--api_key_file", "/nowhere"], 2, "/nowhere"),
     (["--slots", "0"], 2, "slots is 0"),
+    (["--draft_tokens", "-1"], 2, "draft_tokens is -1"),
     (["--replicas", "5", "--tp", "2"], 2, "5 replicas of 2 devices need 10 devices"),
     (["--tp", "0"], 2, "expected at least 1"),
   ],
@@ -236,6 +238,28 @@ def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   name = lambda model: serve._settings(serve.parser().parse_args([model])).model_name
   assert name(".") == name(str(folder)) == "tiny"
   assert name("ORG/NAME") == "NAME"
+
+
+@pytest.mark.parametrize("words", [(), ("--replicas", 2), ("--draft_tokens", 2)])
+def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
+  served = []
+  monkeypatch.delenv("TUNIX_API_KEY", raising=False)
+  monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+  take = lambda driver, *_, **__: served.append(driver)
+  monkeypatch.setattr(serve.server, "serve", take)
+  assert not runs.tunix("serve", folder, "--draft_model", folder, *words)
+  [driver] = served
+  drivers = driver.drivers if "--replicas" in words else [driver]
+  for one in drivers:
+    assert one.engine._drafts.sources == ("none", "lookup", "model")
+    assert one.engine.config.draft_tokens == (2 if "--draft_tokens" in words else 4)
+  assert len(drivers) == (2 if "--replicas" in words else 1)
+
+
+def test_a_plan_refuses_a_draft_model():
+  words = ["here", "--draft_model", "there", "--topology", "cpu:2"]
+  with pytest.raises(ValueError, match="--draft_model is 'there', but a plan has one"):
+    plan_serve.main(words)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def total(logits, mask, k=2):
   """The sums over all layers."""
   out = router.empty(logits.shape[-1])
   for layer in logits:
-    out = out + router.sums(layer, jax.lax.top_k(layer, k)[1], mask)
+    out = out.plus(router.sums(layer, jax.lax.top_k(layer, k)[1], mask))
   return out
 
 

@@ -18,6 +18,7 @@ from tunix.utils import checks
 _REQUIRED = {
   "RLTrainingConfig": {"actor_optimizer": optax.sgd(0.1)},
   "LoraConfig": {"rank": 2},
+  "AdapterSpec": {"rank": 2},
   "CacheConfig": {"cache_size": 8},
   "OneRow": {"max_length": 8},
   "RouteSettings": {"urls": ("http://127.0.0.1:8000",)},

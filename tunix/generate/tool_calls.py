@@ -7,13 +7,21 @@ the result for the whole text.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
 import string
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
+
+from tunix.generate.answer_pieces import (
+  Piece as Piece,
+  Reader as Reader,
+  ToolCall as ToolCall,
+  held_back,
+  new_call_id,
+)
+from tunix.generate.harmony import CHANNEL, HarmonyReader
 
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
@@ -21,66 +29,6 @@ MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
 
 _DECODER = json.JSONDecoder()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToolCall:
-  """One call of a tool.
-
-  Attributes:
-    id: fresh id of the call.
-    name: name of the function.
-    arguments: its arguments as JSON text.
-  """
-
-  id: str
-  name: str
-  arguments: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-  """Settled text.
-
-  Attributes:
-    reasoning: text between <think> and </think>.
-    content: text of the answer.
-    calls: calls of tools.
-  """
-
-  reasoning: str = ""
-  content: str = ""
-  calls: tuple[ToolCall, ...] = ()
-
-  def __add__(self, other: Piece) -> Piece:
-    return Piece(
-      reasoning=self.reasoning + other.reasoning,
-      content=self.content + other.content,
-      calls=self.calls + other.calls,
-    )
-
-  def __bool__(self) -> bool:
-    return bool(self.reasoning or self.content or self.calls)
-
-
-class Reader(Protocol):
-  """A reader of growing text."""
-
-  def push(self, text: str) -> Piece:
-    """Takes new text and returns the settled part."""
-    ...
-
-  def end(self) -> Piece:
-    """Returns the text that was held back, after the last `push`."""
-    ...
-
-
-def held_back(text: str, tag: str) -> int:
-  """Returns the number of characters at the end that may begin a tag."""
-  for size in range(min(len(tag) - 1, len(text)), 0, -1):
-    if tag.startswith(text[-size:]):
-      return size
-  return 0
 
 
 def _trailing(text: str) -> int:
@@ -307,11 +255,6 @@ def _parsed(text: str) -> Any:
     return None
 
 
-def new_call_id() -> str:
-  """Returns a fresh id in the form of OpenAI's."""
-  return f"call_{secrets.token_hex(12)}"
-
-
 def short_call_id() -> str:
   """Returns nine letters and digits; Mistral's templates refuse other ids."""
   letters = string.ascii_letters + string.digits
@@ -319,8 +262,9 @@ def short_call_id() -> str:
 
 
 def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
-  """Returns the reader of a format: hermes, llama3, mistral or none."""
+  """Returns the reader of a format: harmony, hermes, llama3, mistral or none."""
   readers = {
+    "harmony": HarmonyReader,
     "hermes": HermesReader,
     "llama3": lambda: Llama3Reader(tools),
     "mistral": MistralReader,
@@ -338,6 +282,7 @@ def format_of(template: Any) -> str:
   source = template if isinstance(template, str) else "".join((template or {}).values())
   marks = {MISTRAL_CALLS: "mistral", OPEN_CALL: "hermes", '"parameters":': "llama3"}
   marks[PYTHON_TAG] = "llama3"
+  marks[CHANNEL + "final"] = "harmony"
   return next((name for mark, name in marks.items() if mark in source), "none")
 
 

@@ -13,7 +13,7 @@ router logits z of one token:
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,8 @@ from jaxtyping import Array, Float, Int
 from tunix.ops.reductions import WeightedSum, safe_divide
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RouterSums:
-  """Sums over the tokens of some layers and calls; `+` adds two of them.
+class RouterSums(NamedTuple):
+  """Sums over the tokens of some layers and calls.
 
   Attributes:
     choices: number of choices of each expert.
@@ -44,7 +42,8 @@ class RouterSums:
   largest: Float[Array, ""]
   tokens: Float[Array, ""]
 
-  def __add__(self, other: RouterSums) -> RouterSums:
+  def plus(self, other: RouterSums) -> RouterSums:
+    """Returns the sums over the tokens of both."""
     return jax.tree.map(jnp.add, self, other)
 
   def balance_loss(self) -> jax.Array:

@@ -24,6 +24,7 @@ _LARGE_BODY = 2**20
 _CLIENT_GONE = 499  # nginx's status for it; it is only counted
 
 Route = Callable[[Call, Context], Awaitable[Answer | Stream | Relay]]
+More = Callable[[Context], Mapping[tuple[str, str], Any]]
 
 
 def make_app(
@@ -32,6 +33,7 @@ def make_app(
   *,
   grammars: Grammars | None = None,
   load_model: LoadModel | None = None,
+  more: More | None = None,
 ) -> Any:
   """Returns the application of a server.
 
@@ -42,6 +44,7 @@ def make_app(
       `response_format` are refused.
     load_model: loads the model of a checkpoint folder; None: `/update_weights` is
       refused.
+    more: returns further ASGI applications by (method, path), given the context.
 
   Returns:
     A Starlette application. `app.state.context` is its `Context`.
@@ -50,11 +53,15 @@ def make_app(
     ImportError: a package of the extra `serve` is missing.
   """
   settings = ServeSettings() if settings is None else settings
-  return application(_ROUTES, Context(driver, settings, grammars, load_model))
+  context = Context(driver, settings, grammars, load_model)
+  return application(_ROUTES, context, more=None if more is None else more(context))
 
 
 def application(
-  routes: Mapping[tuple[str, str], Any], context: Any, lifespan: Any = None
+  routes: Mapping[tuple[str, str], Any],
+  context: Any,
+  lifespan: Any = None,
+  more: Mapping[tuple[str, str], Any] | None = None,
 ) -> Any:
   """Returns an application of some routes.
 
@@ -62,15 +69,20 @@ def application(
     routes: a `Route` for each (method, path).
     context: what the routes get; it has `settings`, `metrics` and `start_drain`.
     lifespan: asynchronous context manager around the life of the server, or None.
+    more: ASGI applications by (method, path), which read their requests themselves.
   """
   optional.require("starlette", "the server", "tunix[serve]")
   from starlette.applications import Starlette
   from starlette.exceptions import HTTPException
   from starlette.routing import Route as Path
 
-  paths = [
-    Path(path, Endpoint(route, path, context), methods=[method])
+  endpoints = {
+    (method, path): Endpoint(route, path, context)
     for (method, path), route in routes.items()
+  }
+  paths = [
+    Path(path, endpoint, methods=[method])
+    for (method, path), endpoint in {**endpoints, **(more or {})}.items()
   ]
   app = Starlette(
     routes=paths,
@@ -157,7 +169,7 @@ class Endpoint:
 
   async def _race(self, scope: Any, receive: Any, sender: _Sender) -> None:
     try:
-      call = await self._read(scope, receive)
+      call = await self.read(scope, receive)
     except Exception as error:  # each answer has OpenAI's form, also that of a bug
       await self._fail(error, sender)
       return
@@ -174,22 +186,20 @@ class Endpoint:
     if not work.cancelled():
       work.result()
 
-  async def _read(self, scope: Any, receive: Any) -> Call | None:
+  async def read(self, scope: Any, receive: Any) -> Call | None:
     """Reads a request; None if the client went away.
 
     Raises:
       ApiError: the request has no access, or a body that is refused.
     """
-    from starlette.requests import Request
-
-    request = Request(scope)
+    request = request_of(scope)
     check(self._settings, scope["path"], request.headers)
     query = {**request.query_params, **request.path_params}
     if scope["method"] != "POST":
       return Call(query=query)
     try:
       async with asyncio.timeout(self._settings.client_timeout):
-        data = await _body(request.headers, receive, self._settings.max_body_bytes)
+        data = await read_body(request.headers, receive, self._settings.max_body_bytes)
     except TimeoutError as error:
       raise ApiError(408, "the body did not arrive in time", code="timeout") from error
     if data is None:
@@ -295,7 +305,16 @@ def _error_answer(error: ApiError) -> Answer:
   return Answer(status=error.status, content=error.body(), headers=error.headers)
 
 
-async def _body(headers: Mapping[str, str], receive: Any, most: int) -> bytes | None:
+def request_of(scope: Any) -> Any:
+  """Returns the web framework's view of a request."""
+  from starlette.requests import Request
+
+  return Request(scope)
+
+
+async def read_body(
+  headers: Mapping[str, str], receive: Any, most: int
+) -> bytes | None:
   """Reads a body; None if the client went away.
 
   Raises:

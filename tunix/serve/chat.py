@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from tunix.generate import tool_calls
+from tunix.generate import harmony, tool_calls
 from tunix.generate.template_limits import ChatTemplateError
 from tunix.generate.tool_calls import Piece, Reader
 from tunix.serve import forms, logprobs
@@ -20,7 +20,11 @@ from tunix.serve.messages import read_messages, read_tools
 from tunix.serve.running import Collected, Part, Run
 from tunix.serve.sampling import read_sampling, read_top
 
-_MARKS = (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS)
+# Special tokens that the text of an answer keeps, by format of tool calls.
+_MARKS = {
+  "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
+  "harmony": harmony.MARKS,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,14 +142,14 @@ class ChatJob:
     tool_format = settings.tool_format
     if tool_format == "auto":
       tool_format = tool_calls.format_of(context.tokenizer.chat_template)
-    if not self._prompt.tools:
-      tool_format = "none"
+    if not self._prompt.tools and tool_format != "harmony":
+      tool_format = "none"  # answers in harmony's form have channels without tools too
     reader = tool_calls.tool_reader(tool_format, self._prompt.tools)
     # A constraint holds from the first token on, so its text has no reasoning.
     if settings.split_reasoning and self._is_free:
       opened = tool_calls.opens_reasoning(self._prompt.text)
       reader = tool_calls.ReasoningReader(reader, opened)
-    marks = _MARKS if tool_format == "mistral" else ()
+    marks = _MARKS.get(tool_format, ())
     return Choice(marked=MarkedText(context.tokenizer, marks), reader=reader)
 
   def answer(self, run: Run, rows: list[list[Collected]]) -> Any:

@@ -16,6 +16,7 @@ _COUNTERS = {
   *("engine_prompt_tokens", "engine_prefix_hit_tokens", "engine_prefilled_tokens"),
   *("engine_generated_tokens", "engine_preemptions", "engine_launches"),
   *("engine_rounds", "engine_draft_tokens", "engine_accepted_tokens"),
+  *("engine_model_draft_tokens", "engine_model_accepted_tokens"),
   "router_retries",
 }
 

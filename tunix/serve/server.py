@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tunix.serve.app import make_app
+from tunix.serve.app import More, make_app
 from tunix.serve.context import Grammars, LoadModel
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
@@ -83,6 +83,7 @@ def serve(
   grammars: Grammars | None = None,
   load_model: LoadModel | None = None,
   on_start: Callable[[str], None] | None = None,
+  more: More | None = None,
 ) -> None:
   """Serves until SIGTERM or SIGINT; starts and stops the driver.
 
@@ -92,12 +93,13 @@ def serve(
     grammars: see `make_app`.
     load_model: see `make_app`.
     on_start: see `make_server`.
+    more: see `make_app`.
 
   Raises:
     ImportError: a package of the extra `serve` is missing.
     OSError: the address cannot be used.
   """
-  app = make_app(driver, settings, grammars=grammars, load_model=load_model)
+  app = make_app(driver, settings, grammars=grammars, load_model=load_model, more=more)
   server = make_server(app, settings, on_start)
   if not driver.alive:
     driver.start()

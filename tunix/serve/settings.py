@@ -10,8 +10,8 @@ from typing import Literal
 
 from tunix.utils import checks
 
-ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
-TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "none")
+ToolFormat = Literal["auto", "harmony", "hermes", "llama3", "mistral", "none"]
+TOOL_FORMATS = ("auto", "harmony", "hermes", "llama3", "mistral", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

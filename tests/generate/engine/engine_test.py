@@ -80,8 +80,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tokens_do_not_depend_on_the_schedule(model, expected, name):
   engine = Engine(model, TOKENIZER, EngineConfig(**{**SIZES, **SCHEDULES[name]}))
-  drafts = engine.config.draft_tokens
-  engine._drafts.choose = lambda: drafts  # also where it is slower
+  engine._drafts.use_only("lookup")  # also where it is slower
   prompts, lengths = load()
   order = np.random.default_rng(len(name)).permutation(len(prompts))
   for rules, wanted in zip(RULES, expected):
@@ -139,7 +138,7 @@ def test_sixteen_bits(attention):
   prompts, _ = load(3)
   config = EngineConfig(**SIZES, attention=attention, draft_tokens=2)
   engine = Engine(model, TOKENIZER, config)
-  engine._drafts.choose = lambda: 2
+  engine._drafts.use_only("lookup")
   rows = engine.run([ask(prompt, 6, logprobs=True) for prompt in prompts])
   for prompt, [row] in zip(prompts, rows):
     dense = logps_of(model, np.concatenate([prompt, row.tokens]))[len(prompt) - 1 : -1]
@@ -398,7 +397,7 @@ def test_drafts_leave_the_distribution_unchanged():
   prompt, count = np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 1]), 3000
   config = EngineConfig(slots=64, max_tokens=64, prefill_tokens=32, draft_tokens=2)
   engine = Engine(small, TOKENIZER, config)
-  engine._drafts.choose = lambda: 2  # also where it is slower
+  engine._drafts.use_only("lookup")  # also where it is slower
   [rows] = engine.run(
     [ask(prompt, 3, num_samples=count, temperature=1.0, seed=9)]
   )  # fmt: skip

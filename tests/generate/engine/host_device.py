@@ -54,8 +54,8 @@ class HostDevice:
     most_held: most pages that a decoding completion held, of each group of layers.
   """
 
-  def __init__(self, model, config, gather_weights):
-    del gather_weights
+  def __init__(self, model, config, gather_weights, draft_model=None):
+    del gather_weights, draft_model
     self.config, self.version = config, 0
     self.windows = layer_groups.windows_of(model.config, config)
     self.rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ class HostDevice:
 
   width = 0
 
-  def launch(self, plan, running, masks, draft_tokens=0):
+  def launch(self, plan, running, masks, source="none"):
     if self.fails:
       raise RuntimeError("the device is gone")
     c = self.config

@@ -31,7 +31,7 @@ def model():
 
 def make(**sizes):
   engine = Engine(model(), TOKENIZER, EngineConfig(**{**SIZES, **sizes}))
-  engine._drafts.choose = lambda: engine.config.draft_tokens  # also where it is slower
+  engine._drafts.use_only("lookup")  # also where it is slower
   return engine
 
 
@@ -171,7 +171,7 @@ def test_drafts_of_sampled_tokens():
   for draft_tokens in (0, 3):
     config = EngineConfig(**SIZES, draft_tokens=draft_tokens)
     engine = Engine(tiny, toy_ids.Ids(), config)
-    engine._drafts.choose = lambda drafts=draft_tokens: drafts
+    engine._drafts.use_only("lookup")
     found.append(engine.run(requests))
   assert engine.stats().accepted_tokens > 15
   for [with_none], [with_some] in zip(*found):
@@ -236,7 +236,7 @@ def test_goldens_of_transformers(name, draft_tokens):
   engine = Engine(
     AutoModel.from_pretrained(GOLDEN / name), toy_ids.Ids(), EngineConfig(**sizes)
   )
-  engine._drafts.choose = lambda: draft_tokens
+  engine._drafts.use_only("lookup")
   rows = engine.run([ask(p, 24, logprobs=True) for p in golden["prompts"]])
   for [row], tokens, logps in zip(rows, golden["tokens"], golden["logps"]):
     np.testing.assert_array_equal(row.tokens, tokens)

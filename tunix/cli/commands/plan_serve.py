@@ -54,6 +54,11 @@ def main(argv: Sequence[str]) -> int:
   add_arguments(made)
   args = made.parse_args(list(argv))
   check(args)
+  if args.draft_model is not None:
+    raise ValueError(
+      f"--draft_model is {args.draft_model!r}, but a plan has one model only: leave it "
+      "out, and plan the draft model as a model of its own"
+    )
   mesh = {"tp": -1} if args.mesh is None else axes(args.mesh)
   estimate = plan(args, args.topology, mesh)
   return show(estimate, json=args.json, markdown=args.markdown)

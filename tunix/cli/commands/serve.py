@@ -20,10 +20,14 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve import server
 from tunix.serve.settings import TOOL_FORMATS, ServeSettings
+from tunix.tinker import app as tinker_app
+from tunix.tinker.service import Service
+from tunix.tinker.settings import TinkerSettings, read_keys
 from tunix.utils import env, mesh as mesh_lib, optional
 
 KEY = "TUNIX_API_KEY"
 _MAX_TOKENS = 2048
+_MODEL_DRAFTS = 4  # tokens that a draft model proposes in a round
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
+  tinker = _tinker_settings(args)
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
 
@@ -56,23 +61,64 @@ def main(argv: Sequence[str]) -> None:
 
   model = load(folder, own)
   config = _within_positions(config, args, model)
+  draft = None
+  if args.draft_model is not None:
+    draft = load(*run_folder.export_of(args.draft_model, None))
   if meshes:
-    driver = engine = Replicas.of_model(model, tokenizer, config, meshes)
+    driver = engine = Replicas.of_model(model, tokenizer, config, meshes, draft)
   else:
-    engine = Engine(model, tokenizer, config)
+    engine = Engine(model, tokenizer, config, draft_model=draft)
     driver = Driver(engine)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
   engine.warm_up()
   ready = f"serving {settings.model_name} at"
-  server.serve(
-    driver,
-    settings,
-    grammars=_grammars(driver.engine, tokenizer),
-    load_model=load,
-    # A program that starts the server reads this line from a pipe.
-    on_start=lambda address: print(ready, address, flush=True),
+  service = None
+  if tinker is not None:
+    driver.start()
+    service = Service(
+      model,
+      tinker,
+      name=settings.model_name,
+      driver=driver,
+      tokenizer_name=args.tokenizer or args.model,
+    )
+  try:
+    server.serve(
+      driver,
+      settings,
+      grammars=_grammars(driver.engine, tokenizer),
+      # Adapters in training belong to the base that the service was started with.
+      load_model=load if service is None else None,
+      # A program that starts the server reads this line from a pipe.
+      on_start=lambda address: print(ready, address, flush=True),
+      more=None if service is None else tinker_app.routes(service),
+    )
+  finally:
+    if service is not None:
+      service.close()
+
+
+def _tinker_settings(args: argparse.Namespace) -> TinkerSettings | None:
+  """Returns the settings of the training service; None without `--tinker`.
+
+  Raises:
+    FileNotFoundError: there is no such file of keys.
+    ValueError: the file has another form, or the model is split or copied.
+  """
+  if not args.tinker:
+    return None
+  if args.replicas != 1 or args.tp != 1:
+    raise ValueError(
+      f"--tinker with --replicas {args.replicas} and --tp {args.tp}: the training "
+      "service takes one engine on one device. Leave both at 1"
+    )
+  file = args.tinker_keys
+  return TinkerSettings(
+    root=pathlib.Path(args.tinker_root).expanduser(),
+    keys={} if file is None else read_keys(pathlib.Path(file).expanduser()),
+    max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
   )
 
 
@@ -125,15 +171,17 @@ def _adapters(args: argparse.Namespace, model_name: str) -> dict[str, pathlib.Pa
 
 
 def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
-  ranks = args.adapter_ranks
+  ranks, drafts = args.adapter_ranks, args.draft_tokens
+  if drafts is None:
+    drafts = 0 if args.draft_model is None else _MODEL_DRAFTS
   if ranks is None:
-    ranks = 64 if adapters else 0
+    ranks = 64 * (bool(adapters) + args.tinker)
   return EngineConfig(
     slots=args.slots,
     max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
     cache_tokens=args.cache_tokens,
     rounds=args.rounds,
-    draft_tokens=args.draft_tokens,
+    draft_tokens=drafts,
     adapter_ranks=ranks,
   )
 
@@ -215,8 +263,33 @@ def parser() -> Parser:
   add(
     "--rounds", type=int, default=16, help="most tokens between two parts of a stream"
   )
-  add("--draft_tokens", type=int, default=0, help="drafts of prompt lookup; 0: none")
+  add(
+    "--draft_tokens",
+    type=int,
+    help="drafts of a round, by prompt lookup or --draft_model; 0: none. Default: "
+    f"{_MODEL_DRAFTS} with --draft_model, else 0",
+  )
+  add(
+    "--draft_model",
+    metavar="FOLDER",
+    help="small model with the same tokenizer, whose tokens the model checks",
+  )
   add("--adapter_ranks", type=int, help="ranks of all adapters together; default 64")
+  add(
+    "--tinker", action="store_true", help="serve the Tinker training API under /api/v1"
+  )
+  add(
+    "--tinker_root",
+    metavar="FOLDER",
+    default="tinker",
+    help="files of the training API: runs, checkpoints, requests; default: tinker",
+  )
+  add(
+    "--tinker_keys",
+    metavar="FILE",
+    help="file with a line NAME KEY for each tenant of the training API; keys begin "
+    "with tml-",
+  )
   add("--tool_format", choices=TOOL_FORMATS, default="auto", help="form of tool calls")
   add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
   add("--max_concurrent", type=int, default=64, help="requests that run")

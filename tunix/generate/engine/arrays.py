@@ -34,13 +34,14 @@ def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
     holds=np.zeros(count, bool),
     stop_ids=np.full((count, STOP_IDS), batching.NO_TOKEN, np.int32),
     history=np.full((count, config.max_tokens if drafts else 0), -1, np.int32),
+    drafted=numbers(),
   )
   for at, s in enumerate(running):
     if s is None:
       continue
     slots.last[at], slots.position[at] = s.tokens[s.length - 1], s.length - 1
     slots.index[at], slots.limit[at] = s.drawn, s.limit
-    slots.active[at] = s.is_decoding
+    slots.active[at], slots.drafted[at] = s.is_decoding, s.drafted
     slots.stop_ids[at, : len(s.stop_ids)] = s.stop_ids
     if drafts:
       slots.history[at, : s.length] = s.known

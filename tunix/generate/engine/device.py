@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,6 +16,10 @@ from tunix.generate.engine import arrays, launch, slot_state, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.draft_model import DraftModel
+from tunix.generate.engine.draft_policy import Source
+from tunix.generate.engine.draft_rounds import Draft
+from tunix.generate.engine.keepers import keeper_of
 from tunix.generate.engine.paged_store import PageKeeper
 from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
@@ -24,7 +27,6 @@ from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.slot_state import SlotKeeper
 from tunix.generate.engine.state import Out, PromptOut, Round, Slots
 from tunix.generate.layout import GatherWeights
-from tunix.models.transformer import paged
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
@@ -41,12 +43,26 @@ class Device:
     model: the model.
     config: sizes of the engine.
     gather_weights: layout of the weights, see `layout.for_decoding`.
+    draft_model: the draft model, or None.
+
+  Attributes:
+    draft: the draft model on the device, or None.
+
+  Raises:
+    TypeError, ValueError: see `draft_model.check`.
   """
 
   def __init__(
-    self, model: Transformer, config: EngineConfig, gather_weights: GatherWeights
+    self,
+    model: Transformer,
+    config: EngineConfig,
+    gather_weights: GatherWeights,
+    draft_model: Any = None,
   ):
     self._config = config
+    self.draft: DraftModel | None = None
+    if draft_model is not None:
+      self.draft = DraftModel(draft_model, model, config, gather_weights)
     self._gather: GatherWeights = gather_weights
     self._opened: decode.Opened | None = None
     self._keeper: Keeper | None = None
@@ -62,13 +78,15 @@ class Device:
   def release(self) -> None:
     """Frees the cache, and the copy of weights that decoding needs."""
     self._keeper = self._opened = None
+    if self.draft is not None:
+      self.draft.release()
 
   def launch(
     self,
     plan: Plan,
     running: list[Sequence | None],
     masks: Callable[[], np.ndarray] | None,
-    draft_tokens: int = 0,
+    source: Source = "none",
   ) -> tuple[Out, Scored]:
     """Runs a plan.
 
@@ -77,7 +95,7 @@ class Device:
       running: the completion in each slot.
       masks: computes the bits of allowed tokens of each slot, see `choice.choose`. It
         is called while the model runs, and the plan has one round. None: all tokens.
-      draft_tokens: number of drafts of a slot in a round.
+      source: what makes the drafts; "none" if there are masks.
 
     Returns:
       What was drawn, on the host; and the log-probs of prompts' tokens for each group
@@ -91,11 +109,14 @@ class Device:
     with mesh_lib.use_mesh(mesh):
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
+      # Before the slots are made, which count the keys of the draft model.
+      draft = self._prepared_draft(plan, running, mesh, source)
       width = c.rounds * (1 + c.draft_tokens)
       slots, out = programs.call(
         "engine start", _start, arrays.slots_of(running, plan, c), width, tops
       )
-      carry = Round(slots, keeper.store, out)
+      draft_store = None if draft is None else draft.take_store()
+      carry = Round(slots, keeper.store, out, draft_store)
       keeper.store = None  # donated
       bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
@@ -103,9 +124,25 @@ class Device:
       if masks is not None:
         carry, scored = self._masked(model, carry, rules, bank, plan, masks)
       else:
-        carry, scored = self._rounds(model, carry, rules, bank, plan, draft_tokens)
+        draft_tokens = 0 if source == "none" else c.draft_tokens
+        argument = None if draft is None else draft.argument()
+        drafts = draft_tokens, argument
+        carry, scored = self._rounds(model, carry, rules, bank, plan, drafts)
       keeper.store = carry.store
+      if draft is not None:
+        draft.put_store(carry.draft_store)
       return mesh_lib.to_host(carry.out), scored
+
+  def _prepared_draft(
+    self, plan: Plan, running: list[Sequence | None], mesh: Any, source: Source
+  ) -> DraftModel | None:
+    """Returns the draft model if it runs in the launch."""
+    if self.draft is None or source == "model":
+      if self.draft is not None:
+        self.draft.prepare(plan, running, mesh)
+      return self.draft
+    self.draft.skip(plan)
+    return None
 
   def _rounds(
     self,
@@ -114,23 +151,25 @@ class Device:
     rules: Rules,
     bank: launch.Bank | None,
     plan: Plan,
-    draft_tokens: int,
+    drafts: tuple[int, Draft | None],
   ) -> tuple[Round, Scored]:
-    """Runs the rounds of a plan."""
+    """Runs the rounds of a plan, with a number of drafts and the model of them."""
+    draft_tokens, draft = drafts
     scored: Scored = []
     for width, rounds in self._segments(plan.rounds):
       blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
       count = np.int32(len(rounds))
       carry, scores = programs.call(
-        "engine mixed", launch.mixed, *model, carry, rules, bank, blocks, count
-      )
+        "engine mixed", launch.mixed,
+        *model, carry, rules, bank, blocks, count, draft,
+      )  # fmt: skip
       if blocks.scores:
         scored.append((rounds, mesh_lib.to_host(scores)))
     if plan.decode_rounds:
       until = np.array([len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32)
       carry = programs.call(
         "engine decode", launch.decode,
-        *model, carry, rules, bank, until, draft_tokens,
+        *model, carry, rules, bank, until, draft_tokens, draft,
       )  # fmt: skip
     return carry, scored
 
@@ -144,7 +183,7 @@ class Device:
     masks: Callable[[], np.ndarray],
   ) -> tuple[Round, Scored]:
     """Runs the one round of a plan, and computes masks while its model runs."""
-    slots, store, out = carry
+    slots, store, out, _ = carry
     segments = self._segments(plan.rounds) or [(0, [])]
     assert len(segments) == 1 and len(plan.rounds) + plan.decode_rounds == 1
     [(width, rounds)] = segments
@@ -174,6 +213,8 @@ class Device:
     assert self._keeper is not None
     with mesh_lib.use_mesh(self._weights()[2]):
       self._keeper.move_nothing()
+      if self.draft is not None:
+        self.draft.call_all()
 
   @property
   def width(self) -> int:
@@ -201,30 +242,11 @@ class Device:
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
   def _kept(self, graph: Any, state: Any, mesh: Any) -> Keeper:
-    """Returns the keeper of the cache, which `attention` decides on."""
+    """Returns the keeper of the cache; made when it is first needed."""
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.
-      module, name = nnx.merge(graph, state), self._config.attention
-      model = module.config
-      calls = [
-        paged.Call(
-          platform=mesh_lib.context_platform(),
-          dtype=str(jnp.dtype(model.dtype)),
-          head_dim=kind.head_dim,
-          page_tokens=self._config.page_tokens,
-          softcap=model.attention_softcap is not None,
-          window=kind.window is not None,
-          sinks=model.attention_sinks,
-        )
-        for kind in model.kinds
-      ]
-      paths = {paged.choose(call, name) for call in calls if name != "rows"}
-      # XLA gathers whole pages in every round; rows are gathered once.
-      uses_rows = name == "rows" or (name == "auto" and "gather" in paths)
-      if uses_rows:
-        keeper = RowKeeper(model, self._config)
-      else:
-        keeper = PageKeeper(model, self._config, paths.pop(), mesh)
+      module = nnx.merge(graph, state)
+      keeper = keeper_of(module.config, self._config, mesh)
       makers = slot_state.makers_of(module)
       has_states = any(makers)
       self._keeper = (

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
@@ -27,8 +26,8 @@ import numpy as np
 from tunix.generate.engine import (
   adapter_sources,
   arrival,
+  draft_model as draft_lib,
   layer_groups,
-  matching,
   pages as pages_lib,
   recorded,
   results,
@@ -37,19 +36,17 @@ from tunix.generate.engine import (
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
 from tunix.generate.engine.draft_policy import DraftPolicy
-from tunix.generate.engine.plan import Plan
+from tunix.generate.engine.launches import Launches
 from tunix.generate.engine.request import (
   Completion,
   Delta,
   EngineDead,
   EngineRequest,
-  RequestError,
   Ticket,
 )
 from tunix.generate.engine.scheduler import Scheduler
 from tunix.generate.engine.sequence import Sequence
-from tunix.generate.engine.state import Out
-from tunix.generate.engine.stats import COUNTED, EngineStats
+from tunix.generate.engine.stats import EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
@@ -70,6 +67,9 @@ class Engine:
     tokenizer: any object that TokenizerAdapter wraps.
     config: sizes of the engine.
     gather_weights: layout of sharded weights, see `Sampler`.
+    draft_model: a small `Transformer` of the same vocabulary, on the same mesh, whose
+      tokens the model checks; needs `EngineConfig.draft_tokens`. It never changes the
+      tokens of a completion. None: prompt lookup only.
 
   Attributes:
     tokenizer: the adapter.
@@ -77,7 +77,8 @@ class Engine:
     version: number of the weights, see `update_weights`.
 
   Raises:
-    TypeError: the model is not a `Transformer`.
+    TypeError: one of the models is not a `Transformer`.
+    ValueError: the draft model or the drafts do not fit the model.
   """
 
   def __init__(
@@ -86,6 +87,7 @@ class Engine:
     tokenizer: Any,
     config: EngineConfig | None = None,
     gather_weights: GatherWeights = None,
+    draft_model: Any = None,
   ):
     if not isinstance(model, Transformer):
       raise TypeError(
@@ -97,19 +99,26 @@ class Engine:
     self.config = EngineConfig() if config is None else config
     self.version = 0
     self._model = model
-    self._device = Device(model, self.config, gather_weights)
     sizes = self._checked(self.config)
+    self._device = Device(model, self.config, gather_weights, draft_model)
     windows = layer_groups.windows_of(model.config, sizes)
     self._scheduler = Scheduler(sizes, windows)
+    ratio = None if draft_model is None else draft_lib.size_ratio(draft_model, model)
     is_alone = jax.process_count() == 1
-    self._drafts = DraftPolicy(self.config.draft_tokens, measures=is_alone)
+    self._drafts = DraftPolicy(self.config.draft_tokens, is_alone, ratio)
+    self._launches = Launches(
+      self.config,
+      self._device,
+      self._scheduler,
+      self._drafts,
+      self.vocab_size,
+      self._end,
+    )
     self._orders = itertools.count()
     self._lock = threading.Lock()
     self._arrived: collections.deque[Sequence] = collections.deque()
     self._cancelled: list[Ticket] = []
     self._open: dict[Ticket, list[Sequence]] = {}
-    # All keys are there from the start, because other threads read the counts.
-    self._counts = collections.Counter(dict.fromkeys(COUNTED, 0))
     self._dead: BaseException | None = None
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
@@ -200,7 +209,8 @@ class Engine:
     """
     if programs.is_recording():
       first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
-      recorded.launch(self._device, self.config, list(map(first, requests)))
+      sequences = list(map(first, requests))
+      recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return [recorded.completions(request) for request in requests]
     tickets: dict[int, Ticket] = {}
@@ -261,76 +271,7 @@ class Engine:
       raise EngineDead(f"the engine failed: {error}") from error
 
   def _step(self) -> bool:
-    scheduler = self._scheduler
-    rounds = self.config.rounds
-    if any(s.matcher for s in scheduler.active()) or self._next_is_constrained():
-      rounds = 1  # the host computes which tokens may follow after each token
-    plan = scheduler.plan(rounds)
-    running = list(scheduler.running)
-    if not any(running):
-      return False
-    masks = None
-    if any(s is not None and s.matcher for s in running):
-      masks = functools.partial(self._allowed, running)
-    idle = self.config.slots - sum(s is not None for s in running)
-    self._device.look_at(idle + 1 if scheduler.waiting.first else 2**30)
-    drafts = 0 if masks is not None else self._drafts.choose()
-    start = time.perf_counter()
-    out, scored = self._device.launch(plan, running, masks, drafts)
-    self._watch(plan, drafts, out, time.perf_counter() - start)
-    self._counts.update(
-      launches=1,
-      rounds=int(out.rounds),
-      draft_tokens=int(out.proposed),
-      accepted_tokens=int(out.accepted),
-      prefilled_tokens=sum(b.count for r in plan.rounds for b in r),
-    )
-    for rounds_run, scores in scored:
-      results.score_prompts(rounds_run, scores, self.config.page_tokens)
-    self._read(plan, running, out)
-    return True
-
-  def _watch(self, plan: Plan, drafts: int, out: Out, seconds: float) -> None:
-    turns, drawn = int(out.turns), int(out.decoded)
-    hits, seen = int(out.predicted), int(out.watched)
-    self._drafts.record(drafts, turns, drawn, hits, seen)
-    if not plan.rounds and turns:
-      self._drafts.record_time(drafts, self._device.width, seconds / int(out.rounds))
-
-  def _read(self, plan: Plan, running: list[Sequence | None], out: Out) -> None:
-    """Takes what a launch drew, and hands it out."""
-    size = self.config.page_tokens
-    before = [0 if s is None else s.computed for s in running]
-    ends = {b.sequence: b.start + b.count for r in plan.rounds for b in r}
-    for fork in plan.forks:
-      self._scheduler.forked(fork)
-    # The pages of a follower are its leader's, and a copy that the next launch makes.
-    followers = {fork.follower for fork in plan.forks}
-    leaders = {fork.leader for fork in plan.forks}
-    written, over = [], []
-    for slot, s in enumerate(running):
-      if s is None:
-        continue
-      count, reason = results.take(s, out, self.version)
-      self._counts["generated_tokens"] += count
-      computed = s.length - 1 if count else ends.get(s, s.computed)
-      self._scheduler.computed(s, computed)
-      # A page is written when it is full. A part of one stays in its row, unless
-      # followers copy it.
-      end = -(-computed // size) if s in leaders else computed // size
-      if s not in followers:
-        pages = range(before[slot] // size, end)
-        written += [(slot, page, *s.pages_at(page)) for page in pages]
-      if out.bad[slot] and reason is None:  # else a stop string came before it
-        s.failure = _not_finite(s)
-      results.hand_out(s, out, slot, count, None if s.failure else reason)
-      if s.failure is not None:
-        over.append((s, "error"))
-      elif reason is not None:
-        over.append((s, reason))
-    self._device.write(written)
-    for s, reason in over:
-      self._end(s, reason)
+    return self._launches.run(self.version)
 
   def _end(self, s: Sequence, reason: str) -> None:
     self._scheduler.remove(s)
@@ -355,7 +296,7 @@ class Engine:
       ending = [s for ticket in cancelled for s in self._open.get(ticket, ())]
     for s in arrived:
       s.digests = [pages_lib.root_digest(self.version, s.adapter)]
-      self._counts["prompt_tokens"] += len(s.request.prompt)
+      self._launches.counts["prompt_tokens"] += len(s.request.prompt)
       self._scheduler.waiting.add(s)
     for s in ending:
       self._scheduler.remove(s)
@@ -370,17 +311,22 @@ class Engine:
   def warm_up(self) -> None:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
+    These are the programs without drafts and those of each source of drafts.
     Filters, biases, lists of likely tokens and scores of prompts compile when they are
     first asked for, and so do wider rows (see docs/guides/engine.md).
     """
     c = self.config
     length = max(1, min(c.max_tokens // 2, c.prefill_tokens))
-    for size in {1, length}:
-      prompt = np.zeros(size, np.int32)
-      rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
-      most = min(c.rounds + 1, c.max_tokens - size)
-      self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
-    self._counts.update({name: -n for name, n in self._counts.items()})
+    for source in self._drafts.sources:
+      self._drafts.use_only(source)
+      for size in {1, length}:
+        prompt = np.zeros(size, np.int32)
+        rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
+        most = min(c.rounds + 1, c.max_tokens - size)
+        self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
+    self._drafts.use_only(None)
+    self._drafts.reset()
+    self._launches.reset_counts()
     self.sleep()
 
   # Weights and cache.
@@ -510,7 +456,7 @@ class Engine:
       pages_cached=sum(pool.kept for pool in pools),
       preemptions=scheduler.preemptions,
       prefix_hit_tokens=scheduler.hit_tokens,
-      **self._counts,
+      **self._launches.counts,
     )
 
   def audit(self) -> None:
@@ -531,29 +477,3 @@ class Engine:
       dead.__cause__ = error
       ticket.put(dead)
     self._device.release()
-
-  # Constraints.
-
-  def _next_is_constrained(self) -> bool:
-    return any(s.matcher is not None for s in self._scheduler.waiting)
-
-  def _allowed(self, running: list[Sequence | None]) -> np.ndarray:
-    """Returns the allowed tokens of each slot, see `choice.choose`."""
-    words = -(-self._model.config.vocab_size // 32)
-    allowed = np.full((self.config.slots, words), 2**32 - 1, np.uint32)
-    for slot, s in enumerate(running):
-      if s is not None and (mask := matching.mask(s, words)) is not None:
-        allowed[slot] = mask
-    return allowed
-
-
-def _not_finite(s: Sequence) -> RequestError:
-  start = (
-    f"{s.ticket.id}: the logits after token {s.length - 1} (completion {s.sample})"
-  )
-  if s.request.logit_bias or s.matcher is not None:
-    return RequestError(
-      f"{start} are not finite. Either no token is allowed by both logit_bias and the "
-      "constraint, or the weights of the model are not finite: check both"
-    )
-  return RequestError(f"{start} are not finite: check the weights of the model")

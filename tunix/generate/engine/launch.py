@@ -12,7 +12,8 @@ With drafts, a slot runs its last token and D proposed ones at once. Each positi
 its token with the key of that position, as it would without drafts, and the drawn
 tokens count up to the first that differs from its draft. Tokens are therefore the same
 with and without drafts, for any distribution (compare Leviathan et al. 2023,
-arXiv:2211.17192, where they only have the same distribution).
+arXiv:2211.17192, where they only have the same distribution). Drafts come from the
+history of the slot (drafts.py) or from a draft model (draft_rounds.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.generate.engine import choice, drafts, rounds as rounds_lib
+from tunix.generate.engine import choice, draft_rounds, drafts, rounds as rounds_lib
 from tunix.generate.engine.choice import Chosen, Rules
+from tunix.generate.engine.draft_rounds import Draft
 from tunix.generate.engine.rounds import Bank
 from tunix.generate.engine.rows import Places
 from tunix.generate.engine.state import Blocks, Out, PromptOut, Round, Slots
@@ -44,6 +46,7 @@ def mixed(
   bank: Bank | None,
   blocks: Blocks,
   rounds: Leaf,
+  draft: Draft | None = None,
 ) -> tuple[Round, PromptOut]:
   """Runs `rounds` rounds, each with the blocks of its number.
 
@@ -54,6 +57,7 @@ def mixed(
     bank: the loaded adapters, and the number of each slot's; None: there are none.
     blocks: the blocks.
     rounds: int32 scalar, at most R.
+    draft: the draft model, which computes its keys of the same tokens; None: none runs.
   """
   tops = carry.out.top_ids.shape[2]
   shape = blocks.tokens.shape[0], blocks.tokens.shape[1] * blocks.tokens.shape[2]
@@ -61,15 +65,21 @@ def mixed(
 
   def body(loop):
     number, carry, scores = loop
-    slots, store, out = carry
+    slots, store, out, draft_store = carry
     here = rounds_lib.round_of(blocks, number)
+    if draft is not None:
+      draft_store = draft_rounds.run_along(draft, draft_store, slots, here)
     model = nnx.merge(graph, state)
     store, logits, one = rounds_lib.run_model(
       model, bank, slots, store, here, rules, tops
     )
+    has_drawn = slots.active | (here.draws >= 0)
     slots, out = rounds_lib.draw(slots, out, rules, logits, here, None)
+    if draft is not None:
+      drafted = jnp.where(has_drawn, slots.position, slots.drafted)
+      slots = dataclasses.replace(slots, drafted=drafted)
     scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
-    return number + 1, Round(slots, store, out), scores
+    return number + 1, Round(slots, store, out, draft_store), scores
 
   with jax.named_scope("mixed"):
     _, carry, scores = jax.lax.while_loop(
@@ -148,6 +158,7 @@ def decode(
   bank: Bank | None,
   until: Leaf,
   draft_tokens: int = 0,
+  draft: Draft | None = None,
 ) -> Round:
   """Runs rounds until every slot is done.
 
@@ -157,56 +168,34 @@ def decode(
     until: int32 [2]: number of rounds of the launch, and number of slots that are free
       or done at which the host wants to look.
     draft_tokens: number D of drafts of each slot in a round.
+    draft: the draft model, if it makes the drafts; None: prompt lookup.
   """
-  batch, width = carry.slots.last.shape[0], 1 + draft_tokens
 
   def body(carry):
-    slots, store, out = carry
-    before = out
-    proposed = drafts.propose(slots.history, slots.position, draft_tokens)
+    slots, store, out, draft_store = carry
+    if draft is not None:
+      draft_store, proposed = draft_rounds.propose(
+        draft, draft_store, slots, rules, draft_tokens
+      )
+    else:
+      proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
-    positions = slots.position[:, None] + jnp.arange(width)
-    # A draft behind the last token of a completion has no place in its pages.
-    is_inside = positions < slots.limit[:, None]
-    is_run = slots.active[:, None] & (tokens >= 0) & is_inside
-    numbers = jnp.where(is_run, jnp.arange(batch)[:, None], batch)
-    places = Places(
-      numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
-    )
     model = nnx.merge(graph, state)
-    hidden, store = rounds_lib.hidden_of(
-      model, bank, store, jnp.maximum(tokens, 0).reshape(-1), places
-    )
-    # Every position draws its token at once; which of them count is seen afterwards.
-    index = slots.index[:, None] + jnp.arange(width)
-    chosen = choice.choose(
-      rounds_lib.logits_of(model, hidden),
-      choice.repeated(rules, width),
-      index.reshape(-1),
-      tops=out.top_ids.shape[2],
-    )
-    counts = started = slots.active
-    for i in range(width):
-      if i:
-        offered = slots.active & counts & is_run[:, i]
-        out = dataclasses.replace(out, proposed=out.proposed + jnp.sum(offered))
-        # The draft that was run here must be what the position before it drew.
-        counts = counts & slots.active & (tokens[:, i] == slots.last)
-        out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
-      here = Chosen(*(x.reshape(batch, width, *x.shape[1:])[:, i] for x in chosen))
-      drawing = dataclasses.replace(slots, active=counts)
-      drawing, out = rounds_lib.emit(drawing, out, here)
-      over = counts & ~drawing.active
-      slots = dataclasses.replace(drawing, active=slots.active & ~over)
-    if not draft_tokens and slots.history.shape[1]:
-      out = rounds_lib.watched(carry.slots, out, chosen.tokens)
+    store, chosen, is_run = _run_drafts(model, bank, carry, rules, tokens)
+    started, before = slots, out
+    slots, out = _emit_right_ones(slots, out, tokens, chosen, is_run)
+    if draft is not None:  # keys of tokens that were drawn, not of wrong drafts
+      drafted = jnp.minimum(started.position + draft_tokens, slots.position)
+      slots = dataclasses.replace(slots, drafted=drafted)
+    elif not draft_tokens and slots.history.shape[1]:
+      out = rounds_lib.watched(started, out, chosen.tokens[:, 0])
     out = dataclasses.replace(
       out,
       rounds=out.rounds + 1,
-      turns=out.turns + jnp.sum(started),
+      turns=out.turns + jnp.sum(started.active),
       decoded=out.decoded + jnp.sum(out.count - before.count),
     )
-    return Round(slots, store, out)
+    return Round(slots, store, out, draft_store)
 
   def continues(carry):
     idle = jnp.sum(~carry.slots.active)
@@ -218,7 +207,69 @@ def decode(
     return _replicated(jax.lax.while_loop(continues, body, carry))
 
 
+def _run_drafts(
+  model: Any, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
+) -> tuple[Any, Chosen, jax.Array]:
+  """Runs the last token and the drafts of each slot, and draws the token after each.
+
+  Args:
+    model, bank, rules: see `decode`.
+    carry: slots, cache and results.
+    tokens: int32 [B, 1 + D], the last token and the drafts of each slot.
+
+  Returns:
+    The cache, the drawn tokens [B, 1 + D], and bool [B, 1 + D], True for tokens that
+    were run.
+  """
+  slots, (batch, width) = carry.slots, tokens.shape
+  positions = slots.position[:, None] + jnp.arange(width)
+  # A draft behind the last token of a completion has no place in its pages.
+  is_inside = positions < slots.limit[:, None]
+  is_run = slots.active[:, None] & (tokens >= 0) & is_inside
+  numbers = jnp.where(is_run, jnp.arange(batch)[:, None], batch)
+  places = Places(
+    numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
+  )
+  hidden, store = rounds_lib.hidden_of(
+    model, bank, carry.store, jnp.maximum(tokens, 0).reshape(-1), places
+  )
+  # Every position draws its token at once; which of them count is seen afterwards.
+  index = slots.index[:, None] + jnp.arange(width)
+  chosen = choice.choose(
+    rounds_lib.logits_of(model, hidden),
+    choice.repeated(rules, width),
+    index.reshape(-1),
+    tops=carry.out.top_ids.shape[2],
+  )
+  by_slot = (x.reshape(batch, width, *x.shape[1:]) for x in chosen)
+  return store, Chosen(*by_slot), is_run
+
+
+def _emit_right_ones(
+  slots: Slots, out: Out, tokens: jax.Array, chosen: Chosen, is_run: jax.Array
+) -> tuple[Slots, Out]:
+  """Appends the drawn tokens up to the first that differs from its draft.
+
+  Args:
+    slots, out: those before the round.
+    tokens, chosen, is_run: see `_run_drafts`.
+  """
+  counts = slots.active
+  for i in range(tokens.shape[1]):
+    if i:
+      offered = slots.active & counts & is_run[:, i]
+      out = dataclasses.replace(out, proposed=out.proposed + jnp.sum(offered))
+      # The draft that was run here must be what the position before it drew.
+      counts = counts & slots.active & (tokens[:, i] == slots.last)
+      out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
+    drawing = dataclasses.replace(slots, active=counts)
+    drawing, out = rounds_lib.emit(drawing, out, Chosen(*(x[:, i] for x in chosen)))
+    over = counts & ~drawing.active
+    slots = dataclasses.replace(drawing, active=slots.active & ~over)
+  return slots, out
+
+
 def _replicated(carry: Round) -> Round:
   """Replicates what the host reads, because every process reads all of it."""
   small = jax.tree.map(mesh_lib.constrain, (carry.slots, carry.out))
-  return Round(small[0], carry.store, small[1])
+  return Round(small[0], carry.store, small[1], carry.draft_store)

@@ -16,13 +16,19 @@ import numpy as np
 from tunix.generate.engine import row_keeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
+from tunix.generate.engine.draft_policy import Source
 from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.request import Completion, EngineRequest
 from tunix.generate.engine.sequence import Sequence
 from tunix.perf import programs
 
 
-def launch(device: Device, config: EngineConfig, sequences: Seq[Sequence]) -> None:
+def launch(
+  device: Device,
+  config: EngineConfig,
+  sequences: Seq[Sequence],
+  sources: Seq[Source] = ("none",),
+) -> None:
   """Calls the programs that an engine runs for completions.
 
   These are the largest ones: the widest rows, and most prompt tokens in a round. If
@@ -32,6 +38,7 @@ def launch(device: Device, config: EngineConfig, sequences: Seq[Sequence]) -> No
     device: the weights and the cache, of shapes.
     config: sizes of the engine.
     sequences: completions with all rules that the engine is to support.
+    sources: all sources of drafts; the last one runs the most.
   """
   first = dataclasses.replace(
     sequences[0], uses=frozenset().union(*(s.uses for s in sequences)), slot=0
@@ -45,9 +52,8 @@ def launch(device: Device, config: EngineConfig, sequences: Seq[Sequence]) -> No
     one = dataclasses.replace(first, tokens=tokens, length=limit, limit=limit)
     running = [one, *[None] * (config.slots - 1)]
     for plan in _plans(one, config, is_whole):
-      drafts = {0, config.draft_tokens} if is_whole else {config.draft_tokens}
-      for draft_tokens in sorted(drafts):
-        device.launch(plan, running, None, draft_tokens)
+      for source in sources if is_whole else sources[-1:]:
+        device.launch(plan, running, None, source)
     if is_whole:
       device.move_nothing()
 

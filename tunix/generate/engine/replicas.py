@@ -17,18 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.generate.engine import adapter_sources, prefix_index
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver, PauseMode
-from tunix.generate.engine.engine import Engine, UpdateMode
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.placed import PlacedEngine
 from tunix.generate.engine.prefix_index import PrefixIndex
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.stats import EngineStats
-from tunix.models.transformer import sharding
-from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
 T = TypeVar("T")
@@ -64,46 +62,6 @@ def groups(replicas: int, tp: int, devices: Sequence[Any] | None = None) -> list
   ]
 
 
-class PlacedEngine(Engine):
-  """An engine whose weights are on the devices of one mesh.
-
-  Args:
-    model: the model, on any devices. Nothing is copied if it is on the mesh already.
-    tokenizer, config: see `Engine`.
-    mesh: the mesh, which must be current in the thread that steps the engine.
-  """
-
-  def __init__(self, model: Any, tokenizer: Any, config: EngineConfig, mesh: Mesh):
-    self._mesh = mesh
-    with mesh_lib.use_mesh(mesh):
-      super().__init__(placed(model, mesh), tokenizer, config)
-      assert (
-        not self.adapters
-      )  # makes their arrays on the mesh, as no thread does later
-
-  def update_weights(
-    self,
-    model: Any = None,
-    version: int | None = None,
-    mode: UpdateMode = "recompute",
-  ) -> None:
-    """Takes new weights, which may be on other devices; see `Engine`."""
-    model = None if model is None else placed(model, self._mesh)
-    super().update_weights(model, version, mode)
-
-
-def placed(model: Any, mesh: Mesh) -> Any:
-  """Returns the model with its weights on a mesh, laid out as they declare.
-
-  Modules that an engine cannot run are returned unchanged: the engine refuses them.
-  """
-  if not isinstance(model, Transformer):
-    return model
-  graph, state = nnx.split(model)
-  places = sharding.named_shardings(state, mesh)
-  return nnx.merge(graph, jax.tree.map(jax.device_put, state, places))
-
-
 class Replicas:
   """The drivers of several engines, with the interface of one `Driver`.
 
@@ -125,7 +83,12 @@ class Replicas:
 
   @classmethod
   def of_model(
-    cls, model: Any, tokenizer: Any, config: EngineConfig, meshes: Sequence[Mesh]
+    cls,
+    model: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    meshes: Sequence[Mesh],
+    draft_model: Any = None,
   ) -> Replicas:
     """Makes one replica on each mesh.
 
@@ -133,8 +96,9 @@ class Replicas:
       model: the model, on any devices.
       tokenizer, config: see `Engine`. The sizes are those of each replica.
       meshes: the meshes, see `groups`.
+      draft_model: see `Engine`; on any devices.
     """
-    make = lambda mesh: PlacedEngine(model, tokenizer, config, mesh)
+    make = lambda mesh: PlacedEngine(model, tokenizer, config, mesh, draft_model)
     return cls([Driver(make(mesh), mesh=mesh) for mesh in meshes])
 
   @property

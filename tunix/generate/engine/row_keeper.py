@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from typing import Any
 
 import jax
@@ -21,12 +21,20 @@ from tunix.models.transformer.config import TransformerConfig
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
+# Number of tokens of a completion whose keys and values are in its row.
+Stored = Callable[[Sequence], int]
+
 # Tokens of the narrowest row.
 _NARROWEST = 128
 
 # Rows become narrower if they can lose this share. To fill new rows costs about one
 # round, and a launch has several.
 _SHRINK = 0.5
+
+
+def computed_of(sequence: Sequence) -> int:
+  """Returns the number of tokens that have keys and values of the engine's model."""
+  return sequence.computed
 
 
 class RowKeeper:
@@ -37,6 +45,7 @@ class RowKeeper:
     config: sizes of the engine.
     windows: the windows of the groups of layers, in the order of `Sequence.pages`;
       None: those of this model.
+    stored: returns the number of tokens of a completion that its row has.
 
   Attributes:
     store: rows and pages; None until the first launch.
@@ -47,8 +56,9 @@ class RowKeeper:
     model: TransformerConfig,
     config: EngineConfig,
     windows: Windows | None = None,
+    stored: Stored = computed_of,
   ):
-    self._model, self._config = model, config
+    self._model, self._config, self._stored = model, config, stored
     if windows is None:
       windows = layer_groups.windows_of(model, config)
     self._windows, self._groups = windows, layer_groups.groups_of(model, windows)
@@ -87,12 +97,12 @@ class RowKeeper:
       empty = self._empty_rows(width)
       pages = self.store.pages_k, self.store.pages_v
       self.store = Store(*empty, *pages, groups=self._groups)
-      loads = [s for s in running if s is not None and s.computed and s.pages]
+      loads = [s for s in running if s is not None and self._stored(s) and s.pages]
     listed = [
       (s.slot, place, *s.pages_at(place))
       for s in loads
       if s.slot is not None
-      for place in range(c.pages_of(s.computed))
+      for place in range(c.pages_of(self._stored(s)))
       if any(s.pages_at(place))  # else no layer sees it
     ]
     if not (plan.copies or listed):
@@ -123,11 +133,11 @@ class RowKeeper:
 
   def _write_parts(self, sequences: Iterable[Sequence]) -> None:
     """Writes the pages that are in rows only, because they are not full yet."""
-    size = self._config.page_tokens
+    size, ends = self._config.page_tokens, ((s, self._stored(s)) for s in sequences)
     self.write(
-      (s.slot, s.computed // size, *s.pages_at(s.computed // size))
-      for s in sequences
-      if s.slot is not None and s.computed % size
+      (s.slot, end // size, *s.pages_at(end // size))
+      for s, end in ends
+      if s.slot is not None and end % size
     )
 
   def _batches(

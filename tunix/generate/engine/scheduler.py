@@ -176,4 +176,4 @@ class Scheduler:
     self.running[sequence.slot] = None
     self.pages.drop(sequence)
     sequence.slot, sequence.leader = None, None
-    sequence.computed = 0
+    sequence.computed = sequence.drafted = 0

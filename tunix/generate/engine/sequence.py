@@ -21,6 +21,7 @@ class Sequence:
     tokens: int32 buffer, prompt and drawn tokens; `length` of them are valid.
     length: number of tokens so far.
     computed: number of tokens whose keys and values are in `pages`.
+    drafted: of these, number of tokens that have keys of the draft model, too.
     limit: number of tokens at which it ends.
     slot: the slot it runs in; None while it waits.
     pages: pages of its tokens, in order, for each group of layers; see page_groups.py.
@@ -54,6 +55,7 @@ class Sequence:
   adapter: int = 0
   matcher: Matcher | None = None
   computed: int = 0
+  drafted: int = 0
   slot: int | None = None
   pages: list[list[int]] = dataclasses.field(default_factory=list)
   digests: list[bytes] = dataclasses.field(default_factory=list)

@@ -25,6 +25,7 @@ class Slots:
     holds: bool [B], True for slots that draw a first token and wait for their pages.
     stop_ids: int32 [B, E], ids that end it, padded by `batching.NO_TOKEN`.
     history: int32 [B, M], all tokens, for drafts; [B, 0] without.
+    drafted: int32 [B], number of tokens with keys of the draft model.
   """
 
   last: Leaf
@@ -35,6 +36,7 @@ class Slots:
   holds: Leaf
   stop_ids: Leaf
   history: Leaf
+  drafted: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -134,8 +136,16 @@ def empty(slots: int, columns: int, tops: int) -> Out:
 
 
 class Round(NamedTuple):
-  """The state that a round passes on."""
+  """The state that a round passes on.
+
+  Attributes:
+    slots: the completions.
+    store: the cache.
+    out: the results.
+    draft_store: the cache of the draft model; None while it does not run.
+  """
 
   slots: Slots
   store: Any
   out: Out
+  draft_store: Any = None

@@ -20,6 +20,7 @@ class EngineStats:
     preemptions: completions that gave their pages up and were prefilled again.
     launches, rounds: launches, and their rounds.
     draft_tokens, accepted_tokens: proposed drafts, and accepted ones.
+    model_draft_tokens, model_accepted_tokens: of these, those of the draft model.
   """
 
   waiting: int
@@ -36,10 +37,13 @@ class EngineStats:
   rounds: int = 0
   draft_tokens: int = 0
   accepted_tokens: int = 0
+  model_draft_tokens: int = 0
+  model_accepted_tokens: int = 0
 
 
 # Counts that the engine itself keeps.
 COUNTED = (
   *("prompt_tokens", "prefilled_tokens", "generated_tokens"),
   *("launches", "rounds", "draft_tokens", "accepted_tokens"),
+  *("model_draft_tokens", "model_accepted_tokens"),
 )

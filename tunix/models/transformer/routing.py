@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +63,7 @@ class Logs(list[RouterLog]):
   def sums(self) -> RouterSums | None:
     """Returns the sums of all calls; None if the model has no experts."""
     totals = [log.total.get_value() for log in self]
-    return functools.reduce(operator.add, totals) if totals else None
+    return functools.reduce(RouterSums.plus, totals) if totals else None
 
 
 @contextlib.contextmanager
@@ -133,7 +132,7 @@ class Routes:
     if self.log is None:
       return
     assert carried.sums is not None
-    self.log.total.set_value(self.log.total.get_value() + carried.sums)
+    self.log.total.set_value(self.log.total.get_value().plus(carried.sums))
     if self.log.choice is not None:
       self.log.choice.set_value(carried.choice)
 
@@ -154,7 +153,8 @@ class LayerRoutes:
     """Logs the router's logits and the experts that are used."""
     carried, changes = self._carried, {}
     if carried.sums is not None:
-      changes["sums"] = carried.sums + router.sums(logits, chosen, self._routes.weights)
+      own = router.sums(logits, chosen, self._routes.weights)
+      changes["sums"] = carried.sums.plus(own)
     if carried.choice is not None:
       changes["choice"] = carried.choice.at[carried.layer].set(chosen)
     self._carried = dataclasses.replace(carried, **changes)

@@ -1,0 +1,168 @@
+"""The routes without the SDK: access, JSON bodies, limits and errors."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.serve.fake_engine import FakeDriver, FakeEngine
+from tests.tinker.serving import base
+from tunix.serve.app import make_app
+from tunix.serve.settings import ServeSettings
+from tunix.tinker import app as tinker_app
+from tunix.tinker.service import Service
+from tunix.tinker.settings import TinkerSettings
+
+ROOT = "/api/v1/"
+
+
+class Client:
+  """Calls the routes of an application, as one tenant."""
+
+  def __init__(self, app, key):
+    self._app, self._key = app, key
+
+  def __call__(self, method, path, body=None, **options):
+    headers = {"X-API-Key": self._key, **options.pop("headers", {})}
+
+    async def run():
+      transport = httpx.ASGITransport(self._app)
+      address = {"transport": transport, "base_url": "http://127.0.0.1:8000"}
+      async with httpx.AsyncClient(**address, timeout=60) as client:
+        return await client.request(
+          method, ROOT + path, json=body, headers=headers, **options
+        )
+
+    return asyncio.run(run())
+
+  def post(self, path, **body):
+    return self("POST", path, body)
+
+  def result(self, id):
+    while True:
+      found = self.post("retrieve_future", request_id=id).json()
+      if found.get("type") != "try_again":
+        return found
+
+
+@pytest.fixture(scope="module")
+def clients():
+  keys = {"ann": "tml-ann", "bob": "tml-bob"}
+  settings = TinkerSettings(keys=keys, wait_seconds=0.2, max_pending=4)
+  service = Service(base(), settings, name="toy")
+  driver = FakeDriver(FakeEngine()).start()
+  serve = ServeSettings(max_body_bytes=10_000)
+  app = make_app(driver, serve, more=tinker_app.routes(service))
+  yield {name: Client(app, key) for name, key in {**keys, "eve": "tml-eve"}.items()}
+  service.close()
+  driver.stop(10)
+
+
+def model_of(client):
+  session = client.post("create_session", tags=[]).json()["session_id"]
+  made = client.post(
+    "create_model",
+    session_id=session,
+    model_seq_id=0,
+    base_model="toy",
+    lora_config={"rank": 2, "seed": 0},
+  ).json()
+  assert client.result(made["request_id"]) == {
+    "model_id": made["model_id"],
+    "type": "create_model",
+  }
+  return session, made["model_id"]
+
+
+def body(model, number, loss="cross_entropy", name="forward_backward_input"):
+  tokens = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
+  datum = {
+    "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+    "loss_fn_inputs": {"target_tokens": tokens},
+  }
+  return {
+    "model_id": model,
+    "seq_id": number,
+    name: {"data": [datum], "loss_fn": loss},
+  }
+
+
+def test_json_bodies_and_results(clients):
+  ann = clients["ann"]
+  session, model = model_of(ann)
+  losses = []
+  for number, name in ((1, "forward"), (2, "forward_backward")):
+    sent = ann.post(name, **body(model, number, name=f"{name}_input"))
+    assert sent.status_code == 200, sent.text
+    found = ann.result(sent.json()["request_id"])
+    losses.append(found["metrics"]["loss:sum"])
+    assert found["loss_fn_outputs"][0]["logprobs"]["shape"] == [3]
+  assert losses[0] == losses[1]
+  again = ann.post("forward_backward", **body(model, 2))
+  assert again.json()["request_id"] == f"{model}:2"
+  other = ann.post("forward_backward", **body(model, 2, "ppo"))
+  assert (other.status_code, other.json()["error"]["code"]) == (400, "conflict")
+  sent = ann.post("optim_step", model_id=model, seq_id=3, adam_params={})
+  assert ann.result(sent.json()["request_id"])["metrics"]["grad_norm"] > 0
+  sent = ann.post("forward_backward", **body(model, 4, "custom"))
+  failed = ann.result(sent.json()["request_id"])
+  assert failed["category"] == "user" and "which this service" in failed["error"]
+  waiting = ann.post("optim_step", model_id=model, seq_id=6, adam_params={}).json()
+  found = ann.post("retrieve_future", request_id=waiting["request_id"]).json()
+  assert (found["type"], found["queue_state"]) == ("try_again", "active")
+  runs = ann("GET", "training_runs?limit=1").json()
+  assert runs["training_runs"][0]["training_run_id"] == model
+  assert ann("GET", f"sessions/{session}").json()["training_run_ids"] == [model]
+
+
+def test_access(clients):
+  ann, bob, eve = (clients[name] for name in ("ann", "bob", "eve"))
+  assert eve.post("create_session", tags=[]).status_code == 401
+  as_bearer = {"X-API-Key": "", "Authorization": "Bearer tml-ann"}
+  assert ann("GET", "healthz", headers=as_bearer).json() == {"status": "ok"}
+  session, model = model_of(ann)
+  for answer in (
+    bob.post("session_heartbeat", session_id=session),
+    bob.post("get_info", model_id=model),
+    bob.post("retrieve_future", request_id=f"{model}:0"),
+    bob.post("optim_step", model_id=model, seq_id=1, adam_params={}),
+    bob("GET", f"training_runs/{model}"),
+    bob("GET", f"training_runs/{model}/checkpoints"),
+    bob("DELETE", f"training_runs/{model}/checkpoints/weights/x"),
+    ann.post("retrieve_future", request_id=f"{model}:9"),
+    ann("GET", f"training_runs/{model}/checkpoints/weights/x/archive"),
+  ):
+    assert answer.status_code == 404, answer.text
+    assert answer.json()["error"]["code"] == "not_found"
+
+
+def test_refusals_have_names(clients):
+  ann = clients["ann"]
+  session, model = model_of(ann)
+  optimizer = {"type": "dimuon"}
+  fields = {"session_id": session, "model_seq_id": 1, "base_model": "toy"}
+  for answer, word in (
+    (ann.post("create_custom_loss"), "forward_backward_custom"),
+    (ann.post("save_weights_external"), "external weights"),
+    (ann("POST", f"training_runs/{model}/checkpoints/weights/x/publish"), "public"),
+    (ann.post("create_model", **fields, optimizer_config=optimizer), "dimuon"),
+    (
+      ann.post("asample", sampling_session_id="x", seq_id=0, prompt={"chunks": []}),
+      "eng",
+    ),
+  ):
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "not_served"
+    assert word in answer.json()["error"]["message"]
+  wrong = ann.post("create_model", **fields, lora_config={"rank": 0})
+  assert wrong.status_code == 400 and "rank is 0" in wrong.json()["error"]["message"]
+  wrong = ann.post("optim_step", model_id=model, seq_id="1")
+  assert "seq_id is '1'; expected an integer" in wrong.json()["error"]["message"]
+  assert ann("POST", "telemetry", {"events": []}).json() == {"status": "accepted"}
+  large = ann.post("telemetry", events=["x" * 20_000])
+  assert large.status_code == 413
+  assert ann("POST", "create_session", content=b"x").status_code == 415
+  for number in (2, 3, 4, 5):
+    ann.post("optim_step", model_id=model, seq_id=number, adam_params={})
+  full = ann.post("optim_step", model_id=model, seq_id=6, adam_params={})
+  assert full.status_code == 429 and full.headers["Retry-After"]

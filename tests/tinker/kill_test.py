@@ -1,0 +1,175 @@
+"""kill -9 of the server, and of clients, while tenants train over the socket."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.tinker.serving import base, rows
+from tunix.tinker import packed
+from tunix.tinker.client import AdamParams, Datum, ServiceClient
+from tunix.tinker.settings import TinkerSettings
+
+tinker = pytest.importorskip("tinker")
+ROOT = pathlib.Path(__file__).parents[2]
+SAVE_EVERY = 4
+
+
+def batch(tenant: int, step: int):
+  return rows(1000 * tenant + step, 5 + tenant % 3, 9, 12)
+
+
+class Server:
+  """A server process that is killed and started again on one port."""
+
+  def __init__(self, root: pathlib.Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+      self._port = free.getsockname()[1]
+    self._root, self.kills = root, 0
+    self._process = self._start()
+
+  @property
+  def url(self) -> str:
+    return f"http://127.0.0.1:{self._port}"
+
+  def _start(self) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.tinker.drill_server", str(self._root)]
+    process = subprocess.Popen(
+      [*command, str(self._port)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("serving")
+    return process
+
+  def kill(self) -> None:
+    os.kill(self._process.pid, signal.SIGKILL)
+    self._process.wait()
+    self._process.stdout.close()
+    self.kills += 1
+    self._process = self._start()
+
+  def end(self) -> None:
+    self._process.terminate()
+    self._process.wait(60)
+    self._process.stdout.close()
+
+
+class Tenant(threading.Thread):
+  """One client of the SDK; it can be killed, and goes on from its last checkpoint."""
+
+  def __init__(self, number: int, steps: int, url: str, kill_rate: float):
+    super().__init__(daemon=True)
+    self.number, self._steps, self._url = number, steps, url
+    self._random = random.Random(number)
+    self._kill_rate = kill_rate
+    self.path, self.step, self.error = None, 0, None
+
+  def run(self) -> None:
+    try:
+      self._train()
+    except BaseException as error:  # it belongs to the test's thread
+      self.error = error
+
+  def _train(self) -> None:
+    step, trainer = 0, None
+    while step < self._steps:
+      if trainer is None:
+        client = tinker.ServiceClient(base_url=self._url, api_key=f"tml-{self.number}")
+        trainer, life = self._trainer(client), self._random.randrange(10**6)
+        step = self.step
+      given = [
+        tinker.Datum(
+          model_input=tinker.ModelInput.from_ints(x.tolist()),
+          loss_fn_inputs={"target_tokens": y},
+        )
+        for x, y in batch(self.number, step)
+      ]
+      trainer.forward_backward(given, "cross_entropy")
+      trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+      step += 1
+      if step % SAVE_EVERY == 0 or step == self._steps:
+        saved = trainer.save_state(f"{life}-{step}").result()
+        self.path, self.step = saved.path, step
+      elif self._random.random() < self._kill_rate:
+        trainer = None  # the process is gone: only its last checkpoint is known
+
+  def _trainer(self, client):
+    if self.path is None:
+      made = client.create_lora_training_client("toy", rank=8, seed=self.number)
+    else:
+      made = client.create_training_client_from_state_with_optimizer(self.path)
+    return made.result()
+
+
+def alone(tenant: int, steps: int, folder: pathlib.Path) -> bytes:
+  """Trains a tenant in this process, without kills; returns its arrays."""
+  settings = TinkerSettings(root=folder, lora_alpha=8.0)
+  with ServiceClient(base(), settings=settings) as client:
+    trainer = client.create_lora_training_client(rank=8, seed=tenant)
+    for step in range(steps):
+      given = [Datum(x, {"target_tokens": y}) for x, y in batch(tenant, step)]
+      trainer.forward_backward(given, "cross_entropy")
+      trainer.optim_step(AdamParams(learning_rate=1e-2))
+    return arrays_at(folder, trainer.save_state("end").result())
+
+
+def arrays_at(root: pathlib.Path, path: str) -> bytes:
+  run, kind, name = path.removeprefix("tinker://").split("/")
+  folder = root / "checkpoints" / run.replace(":", "%3A") / kind / name
+  _, arrays = packed.unpack((folder / "state").read_bytes())
+  return b"".join(
+    np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)
+  )
+
+
+def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate):
+  server = Server(folder / "served")
+  choose = random.Random(0)
+  with contextlib.ExitStack() as stack:
+    stack.callback(server.end)
+    threads = [Tenant(i, steps, server.url, kill_rate) for i in range(tenants)]
+    for thread in threads:
+      thread.start()
+    until = None if seconds is None else time.monotonic() + seconds
+    while any(x.is_alive() for x in threads):
+      time.sleep(choose.uniform(*pause))
+      is_over = server.kills >= kills if until is None else time.monotonic() > until
+      if is_over:
+        break
+      server.kill()
+    for thread in threads:
+      thread.join(300)
+      assert not thread.is_alive() and thread.error is None, thread.error
+  for thread in threads:
+    found = arrays_at(folder / "served", thread.path)
+    assert found == alone(thread.number, steps, folder / f"alone{thread.number}")
+  return server.kills
+
+
+def test_a_killed_server_applies_each_step_once(tmp_path):
+  kills = drill(tmp_path, tenants=2, steps=40, kills=2, pause=(1.0, 2.0), kill_rate=0.0)
+  assert kills == 2
+
+
+@pytest.mark.slow
+def test_eight_tenants_and_random_kills(tmp_path):
+  """Ten minutes by default; TUNIX_DRILL_SECONDS sets another length."""
+  seconds = float(os.environ.get("TUNIX_DRILL_SECONDS", "600"))
+  kills = drill(
+    tmp_path,
+    tenants=8,
+    steps=int(2 * seconds),
+    seconds=seconds,
+    pause=(3.0, 15.0),
+    kill_rate=0.02,
+  )
+  assert kills >= seconds / 40

@@ -1,0 +1,1 @@
+"""The Tinker training API: many LoRA adapters trained over one frozen base model."""

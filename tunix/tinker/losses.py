@@ -1,0 +1,156 @@
+"""Losses of the protocol: a value per token, summed over all tokens of a request.
+
+With log-probabilities log p of the trained model, log q of the model that sampled (the
+input `logprobs`), advantages A and the ratio r = p / q:
+
+  cross_entropy         -w log p, with the weights w
+  importance_sampling   -r A
+  ppo                   -min(r A, clip(r, low, high) A) (Schulman et al. 2017,
+                        arXiv:1707.06347)
+  cispo                 -stop_gradient(clip(r, low, high)) A log p (MiniMax 2025,
+                        arXiv:2506.13585)
+  dro                   -(A log p - beta / 2 (log p - log q)^2) (Richemond et al. 2024,
+                        arXiv:2405.19107)
+
+The losses of reinforcement learning take `weights` too, as a factor; without them it
+is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix.ops import policy_gradient
+from tunix.ops.reductions import safe_exp
+from tunix.tinker.errors import NotServedError, TinkerError
+
+Inputs = Mapping[str, jax.Array]
+Config = Mapping[str, float]
+
+
+class Loss(NamedTuple):
+  """One loss.
+
+  Attributes:
+    function: (log p, inputs, configuration) -> values per token, all [B, T].
+    inputs: names of the inputs it needs besides `target_tokens`.
+    defaults: its configuration; a NaN has no default and must be given.
+  """
+
+  function: Callable[[jax.Array, Inputs, Config], jax.Array]
+  inputs: tuple[str, ...]
+  defaults: Mapping[str, float]
+
+
+def _cross_entropy(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  return -logps  # the weights are applied to every loss, see `weighted`
+
+
+def _importance_sampling(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  return -safe_exp(logps - inputs["logprobs"]) * inputs["advantages"]
+
+
+def _ppo(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  return policy_gradient.clipped_loss(
+    logps - inputs["logprobs"], inputs["advantages"], **_distances(config)
+  ).values
+
+
+def _cispo(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  return policy_gradient.cispo_loss(
+    logps - inputs["logprobs"], logps, inputs["advantages"], **_distances(config)
+  ).values
+
+
+def _dro(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  square = jnp.square(logps - inputs["logprobs"])
+  return -(inputs["advantages"] * logps - 0.5 * config["beta"] * square)
+
+
+def _distances(config: Config) -> dict[str, float]:
+  """Converts the bounds of the ratio to distances from 1."""
+  return {
+    "clip_low": 1 - config["clip_low_threshold"],
+    "clip_high": config["clip_high_threshold"] - 1,
+  }
+
+
+_RL = ("logprobs", "advantages")
+LOSSES: dict[str, Loss] = {
+  "cross_entropy": Loss(_cross_entropy, (), {}),
+  "importance_sampling": Loss(_importance_sampling, _RL, {}),
+  "ppo": Loss(_ppo, _RL, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+  "cispo": Loss(_cispo, _RL, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+  "dro": Loss(_dro, _RL, {"beta": float("nan")}),
+}
+_NOT_SERVED = ("gspo", "stable_reinforce", "custom")
+
+
+def loss_named(name: str) -> Loss:
+  """Returns a loss.
+
+  Raises:
+    NotServedError: the protocol has the loss, but the service does not.
+    TinkerError: the name is unknown.
+  """
+  if name in LOSSES:
+    return LOSSES[name]
+  known = ", ".join(LOSSES)
+  if name in _NOT_SERVED:
+    raise NotServedError(
+      f"loss_fn is {name!r}, which this service does not have; expected one of "
+      f"{known}. Use one of them, or forward_backward_custom with a function of Python"
+    )
+  raise TinkerError(f"loss_fn is {name!r}; expected one of {known}. Correct the name")
+
+
+def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float]:
+  """Returns the whole configuration of a loss.
+
+  Raises:
+    TinkerError: an unknown key, a value that is no number, a missing value, or bounds
+      on the wrong side of 1.
+  """
+  config = dict(loss_named(name).defaults)
+  for key, value in (given or {}).items():
+    if key not in config:
+      known = ", ".join(config) or "no key"
+      raise TinkerError(
+        f"loss_fn_config has {key!r}; expected {known} for {name}. Remove the key"
+      )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise TinkerError(
+        f"loss_fn_config.{key} is {value!r}; expected a number. Correct the value"
+      )
+    config[key] = float(value)
+  for key, value in config.items():
+    if not abs(value) < float("inf"):
+      raise TinkerError(
+        f"loss_fn_config.{key} is {value}; expected a finite number. Give {name} one"
+      )
+  low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+  if low is not None and high is not None and not 0 <= low <= 1 <= high:
+    raise TinkerError(
+      f"clip_low_threshold is {low} and clip_high_threshold {high}; expected 0 <= low "
+      "<= 1 <= high, bounds of the ratio p / q. Correct them"
+    )
+  return config
+
+
+def weighted(name: str, logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  """Returns the weighted losses per token, 0 where the weight is 0.
+
+  Args:
+    name: a name from `LOSSES`.
+    logps: log-probabilities of the targets in nats, float [B, T].
+    inputs: the loss's inputs and `weights`, [B, T] each.
+    config: the whole configuration, see `configured`.
+  """
+  weights = inputs["weights"]
+  # Padding has weight 0. Nothing that is computed there may reach the gradient.
+  kept = jnp.where(weights != 0, logps, 0.0)
+  return LOSSES[name].function(kept, inputs, config) * weights

@@ -1,0 +1,95 @@
+"""Requests to a run, made of checked arguments.
+
+Each function raises TinkerError for wrong arguments. The service turns the error into
+the result of the request, because later requests of the run wait for its number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix.tinker import checkpoints, data, losses
+from tunix.tinker.errors import TinkerError
+from tunix.tinker.learner import AdamParams
+from tunix.tinker.runs import Op
+
+
+def gradient(
+  rows: Sequence[data.Row],
+  loss: str,
+  config: Mapping[str, object] | None,
+  *,
+  backward: bool,
+  vocab_size: int,
+  max_tokens: int,
+) -> Op:
+  """Returns a forward or forward-backward request; see `data.check_rows`."""
+  checked = data.check_rows(rows, loss, vocab_size=vocab_size, max_tokens=max_tokens)
+  return Op(
+    kind="forward_backward" if backward else "forward",
+    args={"loss_fn": loss, "config": losses.configured(loss, config)},
+    arrays=data.to_arrays(checked),
+  )
+
+
+def update(params: Mapping[str, Any]) -> Op:
+  """Returns an AdamW update, given the fields of `AdamParams`."""
+  try:
+    checked = AdamParams(**params)
+  except (TypeError, ValueError) as error:
+    raise TinkerError(f"adam_params: {error}") from error
+  return Op(kind="optim_step", args=dataclasses.asdict(checked))
+
+
+def save(
+  name: str,
+  *,
+  overwrite: bool,
+  ttl_seconds: int | None,
+  metadata: Mapping[str, str] | None,
+) -> Op:
+  """Returns a checkpoint of adapter and optimizer."""
+  args = {**_saved(name, ttl_seconds, metadata), "overwrite": bool(overwrite)}
+  return Op(kind="save_weights", args=args)
+
+
+def save_for_sampler(
+  name: str,
+  *,
+  session: str | None,
+  ttl_seconds: int | None,
+  metadata: Mapping[str, str] | None,
+) -> Op:
+  """Returns a checkpoint for sampling.
+
+  Args:
+    name: its name.
+    session: id of the only sampling session that uses it; None: it has a name for all.
+    ttl_seconds, metadata: see `Service.save_weights`.
+  """
+  args = _saved(name, ttl_seconds, metadata)
+  if session is not None:
+    args |= {"is_ephemeral": True, "sampling_session_id": session}
+  return Op(kind="save_weights_for_sampler", args=args)
+
+
+def _saved(
+  name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None
+) -> dict[str, Any]:
+  return {
+    "name": checkpoints.check_name(name),
+    "user_metadata": None if metadata is None else dict(metadata),
+    "expires_at": checkpoints.expiry(ttl_seconds),
+  }
+
+
+def load(path: str, *, optimizer: bool) -> Op:
+  """Returns the load of a checkpoint."""
+  return Op(kind="load_weights", args={"path": path, "optimizer": bool(optimizer)})
+
+
+def refused(error: TinkerError) -> Op:
+  """Returns a request whose result is an error."""
+  return Op(kind="refused", args={"error": error.message})

@@ -1,0 +1,123 @@
+"""Sessions and sampling sessions: small records, one JSON file each."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import secrets
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from tunix.tinker.errors import NotFoundError
+from tunix.utils import io
+
+
+class Records:
+  """The sessions of all tenants.
+
+  Args:
+    root: folder of the service; the records are in `sessions` and `samplers`.
+  """
+
+  def __init__(self, root: pathlib.Path):
+    self._root = root
+    self._lock = threading.Lock()
+    self._sessions = self._read("sessions")
+    self._samplers = self._read("samplers")
+
+  def create_session(self, tenant: str, metadata: Mapping[str, Any]) -> str:
+    """Returns the id of a new session."""
+    id = f"s{secrets.token_hex(12)}"
+    record = {"id": id, "owner": tenant, "metadata": dict(metadata), "time": now()}
+    self._write("sessions", record)
+    with self._lock:
+      self._sessions[id] = record
+    return id
+
+  def session(self, tenant: str, id: str) -> dict[str, Any]:
+    """Returns a session.
+
+    Raises:
+      NotFoundError: the tenant has no such session.
+    """
+    return self._found(self._sessions, "session", tenant, id)
+
+  def sessions(self, tenant: str) -> list[str]:
+    """Returns the ids of a tenant's sessions."""
+    with self._lock:
+      return [id for id, x in self._sessions.items() if x["owner"] == tenant]
+
+  def create_sampler(
+    self, tenant: str, session: str, number: int, path: str | None, base: str
+  ) -> str:
+    """Returns the id of a sampling session; a repeated call returns the same one.
+
+    Args:
+      tenant: name of the tenant.
+      session: id of its session.
+      number: number of the sampling session in it.
+      path: path of a checkpoint; None: the base model.
+      base: name of the base model.
+
+    Raises:
+      NotFoundError: the tenant has no such session.
+    """
+    self.session(tenant, session)
+    id = f"{session}:sample:{int(number)}"
+    record = {"id": id, "owner": tenant, "path": path, "base_model": base}
+    with self._lock:
+      is_known = self._samplers.get(id) == record
+    if not is_known:
+      self._write("samplers", record)
+      with self._lock:
+        self._samplers[id] = record
+    return id
+
+  def sampler(self, tenant: str, id: str) -> dict[str, Any]:
+    """Returns a sampling session.
+
+    Raises:
+      NotFoundError: the tenant has no such session.
+    """
+    return self._found(self._samplers, "sampling session", tenant, id)
+
+  def samplers_of(self, session: str) -> list[str]:
+    """Returns the ids of the sampling sessions of a session."""
+    with self._lock:
+      return [x for x in self._samplers if x.startswith(f"{session}:")]
+
+  def _found(
+    self, records: Mapping[str, dict[str, Any]], what: str, tenant: str, id: str
+  ) -> dict[str, Any]:
+    with self._lock:
+      record = records.get(id)
+    if record is None or record["owner"] != tenant:
+      raise missing(what, id)
+    return record
+
+  def _write(self, kind: str, record: dict[str, Any]) -> None:
+    file = f"{urllib.parse.quote(record['id'], safe='')}.json"
+    io.write_json(self._root / kind / file, record)
+
+  def _read(self, kind: str) -> dict[str, dict[str, Any]]:
+    folder = self._root / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    io.sweep(folder)
+    records = [json.loads(x.read_text("utf-8")) for x in sorted(folder.glob("*.json"))]
+    return {record["id"]: record for record in records}
+
+
+def missing(what: str, id: str) -> NotFoundError:
+  """Returns the error for an object that is not there, or is another tenant's."""
+  return NotFoundError(
+    f"there is no {what} {id[:200]!r}; expected one of the tenant's own. Check the id "
+    "and the API key"
+  )
+
+
+def now() -> str:
+  """Returns the time in ISO form."""
+  return datetime.datetime.now(datetime.UTC).isoformat()

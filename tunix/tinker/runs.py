@@ -1,0 +1,281 @@
+"""One trained model: its requests in order, their results, and its files.
+
+Every request is in the run's journal before the client gets an answer. The adapter is
+written whole after some optimizer steps. A restart takes the last whole state and
+repeats the requests since then, which gives the same bits, because a request's
+computation depends on the adapter and the request alone. A request that is sent twice
+has the same sequence number and is computed once.
+
+Files in the folder of a run:
+
+  info.json      owner and shape of the run, written once
+  current        number g of the generation
+  state-<g>      adapter and optimizer; missing in generation 0
+  journal-<g>    requests after this state, and results
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tunix.tinker import journal, packed
+from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
+from tunix.tinker.learner import AdapterSpec, AdapterState
+from tunix.utils import io
+
+# Bytes of a journal after which the state is written, however few steps there were.
+_LARGE = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+  """A request to a run.
+
+  Attributes:
+    kind: what to do, such as "forward_backward".
+    args: JSON values.
+    arrays: arrays by name.
+  """
+
+  kind: str
+  args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """The result of a request.
+
+  Attributes:
+    values: JSON values.
+    arrays: arrays by name.
+    error: text for people if the request failed, else None.
+    category: "user" or "server", who can correct the error.
+  """
+
+  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  error: str | None = None
+  category: str = "user"
+
+
+class Run:
+  """The requests and results of one trained model.
+
+  All methods need the lock of the service.
+
+  Args:
+    folder: the run's folder, with `info.json`.
+    keep_results: see `TinkerSettings.keep_results`.
+
+  Attributes:
+    id, owner, spec, info: what identifies the run.
+    state: the adapter; None: it is on disk, or not made yet.
+    done: number of the last request that was computed, -1 for none.
+    results: results by number.
+    is_unloaded: True after `unload_model`.
+    steps: optimizer steps since the state was written.
+  """
+
+  def __init__(self, folder: pathlib.Path, keep_results: int):
+    self.folder = folder
+    self.info = json.loads((folder / "info.json").read_text("utf-8"))
+    self.id, self.owner = self.info["id"], self.info["owner"]
+    self.spec = AdapterSpec(**self.info["spec"])
+    self.state: AdapterState | None = None
+    self.is_unloaded, self.steps = False, 0
+    self.results: dict[int, Result] = {}
+    self._keep = keep_results
+    self._retrieved: set[int] = set()
+    self._waiting: dict[int, Op] = {}
+    self._sums: dict[int, int] = {}
+    current = folder / "current"
+    self._generation = int(current.read_text()) if current.exists() else 0
+    self._remove_others()
+    self.done = -1
+    state = self._state_file()
+    if state.exists():
+      meta, _ = packed.unpack(state.read_bytes())
+      self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
+    self._journal = journal.Journal(folder / f"journal-{self._generation}")
+    self._read(self._journal.records)
+
+  @classmethod
+  def create(
+    cls, folder: pathlib.Path, info: Mapping[str, Any], keep_results: int
+  ) -> Run:
+    """Makes the folder of a new run."""
+    io.write_json(folder / "info.json", dict(info))
+    journal.sync_folder(folder.parent)
+    return cls(folder, keep_results)
+
+  def accept(self, number: int, op: Op) -> None:
+    """Writes a request to the journal, if it was not accepted before.
+
+    Raises:
+      ConflictError: another request had this number.
+    """
+    record = _op_record(number, op)
+    checksum = zlib.crc32(record)
+    known = self._sums.get(number)
+    if known is not None and known != checksum:
+      raise ConflictError(
+        f"request {number} of {self.id} was sent before with other contents; expected "
+        "the same contents. Use the next number"
+      )
+    if known is not None or number <= self.done:
+      return
+    self._journal.append(record)
+    self._sums[number], self._waiting[number] = checksum, op
+
+  def next(self) -> tuple[int, Op] | None:
+    """Returns the next request in order, or None if it has not arrived."""
+    number = self.done + 1
+    op = self._waiting.get(number)
+    return None if op is None else (number, op)
+
+  def is_known(self, number: int) -> bool:
+    """Returns True if a request of this number was accepted."""
+    return number <= self.done or number in self._waiting
+
+  @property
+  def last(self) -> int:
+    """The largest number of an accepted request; -1 for none."""
+    return max((self.done, *self._waiting))
+
+  @property
+  def pending(self) -> int:
+    """Number of requests that wait or run, without those that are repeated."""
+    return sum(number not in self.results for number in self._waiting)
+
+  def finish(self, number: int, result: Result) -> None:
+    """Records the result of the request that `next` returned."""
+    if number not in self.results:
+      # Not synced: after a loss of power the request is computed again.
+      self._journal.append(_result_record(number, result), sync=False)
+      self.results[number] = result
+    self.done = number
+    del self._waiting[number]
+
+  def result(self, number: int) -> Result | None:
+    """Returns a result, or None if it is not computed yet.
+
+    Raises:
+      NotFoundError: there is no such request.
+      GoneError: the result was dropped.
+    """
+    if (found := self.results.get(number)) is not None:
+      self._retrieved.add(number)
+      return found
+    if number in self._waiting:
+      return None
+    if number <= self.done:
+      raise GoneError(
+        f"the result of request {number} of {self.id} was retrieved and then dropped; "
+        "expected one retrieval. Keep results that you need"
+      )
+    raise NotFoundError(
+      f"{self.id} has no request {number}; expected a number that was sent. Send the "
+      "request again"
+    )
+
+  def is_due(self, steps: int) -> bool:
+    """Returns True if the state should be written, `steps` after the last time.
+
+    An open gradient is not part of the state, so the state waits for the next update.
+    """
+    if self.state is None or self.state.gradient is not None:
+      return False
+    return self.steps >= steps or self._journal.size > _LARGE
+
+  def write_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the file of the next generation, which `switch` takes into use.
+
+    It needs no lock: only the thread that computes changes `done`.
+
+    Args:
+      arrays: adapter and optimizer; empty after `unload_model`.
+    """
+    meta = {"done": self.done, "is_unloaded": self.is_unloaded}
+    file = self.folder / f"state-{self._generation + 1}"
+    io.write_atomic(file, packed.pack(meta, arrays))
+
+  def switch(self) -> None:
+    """Begins the next generation, whose state was written after the last request."""
+    recent = self.done - self._keep
+    for number in [n for n in self._retrieved if n <= recent]:
+      self.results.pop(number, None)
+      self._retrieved.discard(number)
+    number = self._generation + 1
+    records = [_result_record(n, x) for n, x in sorted(self.results.items())]
+    records += [_op_record(n, x) for n, x in sorted(self._waiting.items())]
+    journal.write_new(self.folder / f"journal-{number}", records)
+    journal.sync_folder(self.folder)
+    io.write_atomic(self.folder / "current", str(number).encode())
+    journal.sync_folder(self.folder)
+    self._journal.close()
+    self._generation = number
+    self._journal = journal.Journal(self.folder / f"journal-{number}")
+    self._journal.records.clear()
+    self._sums = {n: x for n, x in self._sums.items() if n > recent}
+    self._remove_others()
+    self.steps = 0
+
+  def stored_state(self) -> dict[str, np.ndarray] | None:
+    """Returns the arrays of the last `write_state`, or None."""
+    file = self._state_file()
+    return packed.unpack(file.read_bytes())[1] if file.exists() else None
+
+  def close(self) -> None:
+    """Closes the journal."""
+    self._journal.close()
+
+  def _state_file(self) -> pathlib.Path:
+    return self.folder / f"state-{self._generation}"
+
+  def _read(self, records: list[bytes]) -> None:
+    for record in records:
+      meta, arrays = packed.unpack(record)
+      number = meta["number"]
+      if meta["type"] == "result":
+        self.results[number] = Result(
+          values=meta["values"],
+          arrays=arrays,
+          error=meta["error"],
+          category=meta["category"],
+        )
+      elif number > self.done:
+        self._sums[number] = zlib.crc32(record)
+        op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
+        self._waiting[number] = op
+    records.clear()
+
+  def _remove_others(self) -> None:
+    """Removes files of other generations, which a killed process may have left."""
+    mine = {f"state-{self._generation}", f"journal-{self._generation}"}
+    for file in self.folder.iterdir():
+      if file.name.startswith(("state-", "journal-")) and file.name not in mine:
+        file.unlink()
+
+
+def _op_record(number: int, op: Op) -> bytes:
+  meta = {"type": "op", "number": number, "kind": op.kind, "args": dict(op.args)}
+  return packed.pack(meta, op.arrays)
+
+
+def _result_record(number: int, result: Result) -> bytes:
+  meta = {
+    "type": "result",
+    "number": number,
+    "values": dict(result.values),
+    "error": result.error,
+    "category": result.category,
+  }
+  return packed.pack(meta, result.arrays)

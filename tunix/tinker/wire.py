@@ -1,0 +1,389 @@
+"""Requests and results as the SDK sends and reads them: JSON and Protocol Buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tunix.tinker import protobuf
+from tunix.tinker.data import Row
+from tunix.tinker.errors import NotServedError, TinkerError
+from tunix.tinker.runs import Result
+
+# Numbers of the protocol's data types, and the types of JSON.
+_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_JSON_DTYPES = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
+_FLOAT32 = 1
+_STOP_REASONS = {"stop": 0, "length": 1}
+_RECORD = "ArrayRecord"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientRequest:
+  """A forward or forward-backward request.
+
+  Attributes:
+    model, number: id of the model, number of the request.
+    loss, config: name and configuration of the loss.
+    backward: False for a forward pass.
+    read_rows: returns the rows; it raises TinkerError for wrong data.
+  """
+
+  model: str
+  number: int
+  loss: str
+  config: Mapping[str, object]
+  backward: bool
+  read_rows: Callable[[], list[Row]]
+
+
+def gradient_from_proto(body: bytes) -> GradientRequest:
+  """Reads a message ForwardBackwardRequest.
+
+  Raises:
+    TinkerError: the body is no such message.
+  """
+  model, number, loss, forward_only = "", 0, "", False
+  rows: list[bytes] = []
+  old: dict[str, object] = {}
+  new: dict[str, object] = {}
+  for field, value in protobuf.fields(body):
+    if field == 1:
+      model = protobuf.as_text(value)
+    elif field == 2:
+      number = protobuf.as_int(value)
+    elif field == 3:
+      rows.append(protobuf.as_bytes(value))
+    elif field == 4:
+      loss = protobuf.as_text(value)
+    elif field == 5:
+      key, entry = _entry(value)
+      old[key] = protobuf.as_double(entry)
+    elif field == 6:
+      forward_only = bool(protobuf.as_int(value))
+    elif field == 7:
+      key, entry = _entry(value)
+      new[key] = _config_value(protobuf.as_bytes(entry))
+  return GradientRequest(
+    model=model,
+    number=number,
+    loss=loss,
+    config=new or old,
+    backward=not forward_only,
+    read_rows=lambda: [_row_from_proto(x) for x in rows],
+  )
+
+
+def _entry(value: protobuf.Value) -> tuple[str, protobuf.Value]:
+  """Returns key and value of an entry of a map."""
+  parts = dict(protobuf.fields(protobuf.as_bytes(value)))
+  return protobuf.as_text(parts.get(1, b"")), parts.get(2, b"")
+
+
+def _config_value(message: bytes) -> object:
+  for field, value in protobuf.fields(message):
+    return protobuf.as_double(value) if field == 1 else protobuf.as_text(value)
+  return 0.0
+
+
+def _row_from_proto(message: bytes) -> Row:
+  tokens: list[np.ndarray] = []
+  inputs: dict[str, np.ndarray] = {}
+  for field, value in protobuf.fields(message):
+    if field == 1:
+      for kind, chunk in protobuf.fields(protobuf.as_bytes(value)):
+        if kind != 1:
+          raise _no_media()
+        parts = dict(protobuf.fields(protobuf.as_bytes(chunk)))
+        tokens.append(_array(protobuf.as_bytes(parts.get(1, b"")), _DTYPES[3]))
+    elif field == 2:
+      name, tensor = _entry(value)
+      inputs[name] = _tensor_from_proto(protobuf.as_bytes(tensor))
+  return _row(tokens, inputs)
+
+
+def _tensor_from_proto(message: bytes) -> np.ndarray:
+  dense, dtype, shape, is_sparse = b"", 0, [], False
+  for field, value in protobuf.fields(message):
+    if field == 1:
+      dense = protobuf.as_bytes(value)
+    elif field == 2:
+      is_sparse = True
+    elif field == 3:
+      dtype = protobuf.as_int(value)
+    elif field == 4:
+      shape += protobuf.integers(value)
+  if is_sparse:
+    raise _no_sparse()
+  if dtype not in _DTYPES:
+    raise TinkerError(
+      f"a tensor has the dtype {dtype}; expected 1 (float32), 2 (int64) or 3 (int32). "
+      "Convert it"
+    )
+  return _shaped(_array(dense, _DTYPES[dtype]), shape or None)
+
+
+def _array(data: bytes, dtype: np.dtype) -> np.ndarray:
+  if len(data) % dtype.itemsize:
+    raise TinkerError(
+      f"an array has {len(data)} bytes; expected a multiple of {dtype.itemsize}, the "
+      f"size of {dtype.name}. Check the client"
+    )
+  return np.frombuffer(data, dtype)
+
+
+def _shaped(values: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
+  if shape is None:
+    return values
+  if any(n < 0 for n in shape) or math.prod(shape) != values.size:
+    raise TinkerError(
+      f"a tensor has the shape {list(shape)} and {values.size} values; expected equal "
+      "numbers. Check the client"
+    )
+  return values.reshape(shape)
+
+
+def _row(tokens: list[np.ndarray], inputs: Mapping[str, np.ndarray]) -> Row:
+  flat = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
+  # Sorted, so that a repeated request has equal bytes.
+  return Row(tokens=flat, inputs=dict(sorted(inputs.items())))
+
+
+def _no_media() -> NotServedError:
+  return NotServedError(
+    "model_input has an image or audio chunk, which this service does not take; "
+    "expected chunks of tokens. Leave it out"
+  )
+
+
+def _no_sparse() -> NotServedError:
+  return NotServedError(
+    "loss_fn_inputs has a sparse tensor of several targets for each position, which "
+    "this service does not take; expected one target for each token. Send a vector"
+  )
+
+
+def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientRequest:
+  """Reads the JSON form of a forward or forward-backward request.
+
+  Raises:
+    TinkerError: a field is missing or has another type.
+  """
+  given = body.get("forward_backward_input" if backward else "forward_input")
+  if not isinstance(given, dict) or not isinstance(given.get("data"), list):
+    raise TinkerError(
+      "the body has no forward_backward_input (forward_input) with a list of data; "
+      "expected one. Check the version of the SDK"
+    )
+  return GradientRequest(
+    model=text(body, "model_id"),
+    number=integer(body, "seq_id"),
+    loss=str(given.get("loss_fn")),
+    config=given.get("loss_fn_config") or {},
+    backward=backward,
+    read_rows=lambda: [_row_from_json(x) for x in given["data"]],
+  )
+
+
+def _row_from_json(datum: Any) -> Row:
+  if not isinstance(datum, dict):
+    raise TinkerError(f"a datum is a {type(datum).__name__}; expected a JSON object")
+  inputs = datum.get("loss_fn_inputs") or {}
+  return _row(
+    [model_input(datum.get("model_input"))],
+    {name: _tensor_from_json(name, x) for name, x in inputs.items()},
+  )
+
+
+def model_input(value: Any) -> np.ndarray:
+  """Returns the ids of a model input in JSON, int64 [N].
+
+  Raises:
+    TinkerError: the value has another form, or chunks without tokens.
+  """
+  chunks = value.get("chunks") if isinstance(value, dict) else None
+  if not isinstance(chunks, list):
+    raise TinkerError(
+      "model_input has no list of chunks; expected one. Check the client"
+    )
+  parts = [np.zeros(0, np.int64)]
+  for chunk in chunks:
+    if not isinstance(chunk, dict) or "tokens" not in chunk:
+      raise _no_media()
+    parts.append(_numbers("tokens", chunk["tokens"], np.dtype(np.int64)))
+  return np.concatenate(parts)
+
+
+def _tensor_from_json(name: str, value: Any) -> np.ndarray:
+  kind = value.get("dtype") if isinstance(value, dict) else None
+  dtype = _JSON_DTYPES.get(kind) if isinstance(kind, str) else None
+  if dtype is None:
+    raise TinkerError(
+      f"loss_fn_inputs.{name} has no dtype float32 or int64; expected one. Check the "
+      "client"
+    )
+  if value.get("sparse_crow_indices") is not None:
+    raise _no_sparse()
+  return _shaped(_numbers(name, value.get("data"), dtype), value.get("shape"))
+
+
+def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
+  try:
+    array = np.asarray(values)
+    if array.dtype.kind not in "if" and array.size:
+      raise ValueError("no numbers")
+    return array.astype(dtype).reshape(-1)
+  except (TypeError, ValueError, OverflowError) as error:
+    raise TinkerError(
+      f"{name} holds other values than numbers; expected a flat list of numbers"
+    ) from error
+
+
+def text(body: Mapping[str, Any], name: str) -> str:
+  """Returns a text of a JSON object.
+
+  Raises:
+    TinkerError: the field is missing or no text.
+  """
+  value = body.get(name)
+  if not isinstance(value, str):
+    raise TinkerError(f"{name} is {_short(value)}; expected a text. Send the field")
+  return value
+
+
+def integer(body: Mapping[str, Any], name: str) -> int:
+  """Returns an integer of a JSON object.
+
+  Raises:
+    TinkerError: the field is missing or no integer.
+  """
+  value = body.get(name)
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TinkerError(f"{name} is {_short(value)}; expected an integer. Send the field")
+  return value
+
+
+def optional_text(body: Mapping[str, Any], name: str) -> str | None:
+  """Returns a text of a JSON object, or None if it is missing."""
+  return None if body.get(name) is None else text(body, name)
+
+
+def _short(value: Any) -> str:
+  return "missing" if value is None else repr(value)[:80]
+
+
+# Results.
+
+
+def is_sample(result: Result) -> bool:
+  """Returns True for the result of a sampling request."""
+  return "tokens" in result.arrays
+
+
+def to_proto(result: Result) -> bytes:
+  """Returns a message ForwardBackwardOutput or SampleResponse."""
+  return _sample_to_proto(result) if is_sample(result) else _output_to_proto(result)
+
+
+def has_proto(result: Result) -> bool:
+  """Returns True for results that the SDK reads as Protocol Buffers only."""
+  return result.error is None and "logprobs" in result.arrays
+
+
+def _output_to_proto(result: Result) -> bytes:
+  lengths = result.arrays["lengths"]
+  offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * 4
+  record = protobuf.data(1, _RECORD)
+  for name, values in result.arrays.items():
+    if name != "lengths":
+      tensor = protobuf.data(1, values.astype("<f4").tobytes())
+      tensor += protobuf.data(2, offsets.astype("<i8").tobytes())
+      tensor += protobuf.number(3, _FLOAT32)
+      entry = protobuf.data(1, name) + protobuf.data(2, tensor)
+      record += protobuf.data(2, entry)
+  record += protobuf.number(3, len(lengths))
+  out = protobuf.data(1, _RECORD) + protobuf.data(2, record)
+  for name, value in result.values["metrics"].items():
+    out += protobuf.data(3, protobuf.data(1, name) + protobuf.double(2, value))
+  return out
+
+
+def _sample_to_proto(result: Result) -> bytes:
+  arrays, out = result.arrays, b""
+  start = 0
+  for length, reason in zip(arrays["lengths"], result.values["stop_reasons"]):
+    part = slice(start, start + int(length))
+    start = part.stop
+    sequence = protobuf.number(1, _STOP_REASONS[reason])
+    sequence += protobuf.data(2, arrays["tokens"][part].astype("<i4").tobytes())
+    sequence += protobuf.data(3, arrays["logprobs"][part].astype("<f4").tobytes())
+    if "topk_ids" in arrays:
+      top = arrays["topk_ids"][part], arrays["topk_logprobs"][part]
+      sequence += protobuf.data(4, _topk_to_proto(*top))
+    out += protobuf.data(1, sequence)
+  if "prompt_logprobs" in arrays:
+    out += protobuf.data(2, arrays["prompt_logprobs"].astype("<f4").tobytes())
+  if "topk_prompt_ids" in arrays:
+    top = arrays["topk_prompt_ids"], arrays["topk_prompt_logprobs"]
+    out += protobuf.data(3, _topk_to_proto(*top))
+  return out + protobuf.number(4, result.values["cached_tokens"])
+
+
+def _topk_to_proto(ids: np.ndarray, logps: np.ndarray) -> bytes:
+  length, k = ids.shape
+  return (
+    protobuf.data(1, ids.astype("<i4").tobytes())
+    + protobuf.data(2, logps.astype("<f4").tobytes())
+    + protobuf.number(3, k)
+    + protobuf.number(4, length)
+  )
+
+
+def to_json(result: Result) -> dict[str, Any]:
+  """Returns a result as JSON values."""
+  if result.error is not None:
+    return {"error": result.error, "category": result.category}
+  if not has_proto(result):
+    return dict(result.values)
+  ends = np.cumsum(result.arrays["lengths"])[:-1]
+  per_row = {
+    name: np.split(values, ends)
+    for name, values in result.arrays.items()
+    if name != "lengths" and "prompt" not in name
+  }
+  if is_sample(result):
+    return {
+      "type": "sample",
+      "sequences": [
+        {
+          "stop_reason": reason,
+          "tokens": per_row["tokens"][i].tolist(),
+          "logprobs": per_row["logprobs"][i].tolist(),
+        }
+        for i, reason in enumerate(result.values["stop_reasons"])
+      ],
+      "prompt_logprobs": _nan_to_none(result.arrays.get("prompt_logprobs")),
+    }
+  rows = [
+    {name: _tensor_to_json(values[i]) for name, values in per_row.items()}
+    for i in range(len(result.arrays["lengths"]))
+  ]
+  return {
+    "loss_fn_output_type": _RECORD,
+    "loss_fn_outputs": rows,
+    "metrics": dict(result.values["metrics"]),
+  }
+
+
+def _tensor_to_json(values: np.ndarray) -> dict[str, Any]:
+  return {"data": values.tolist(), "dtype": "float32", "shape": [values.size]}
+
+
+def _nan_to_none(values: np.ndarray | None) -> list[float | None] | None:
+  if values is None:
+    return None
+  return [None if math.isnan(x) else x for x in values.tolist()]
