@@ -259,7 +259,7 @@ def nemotron_h():
 def gemma4():
   """All parts of Gemma 4 at once: the last two layers read the keys of others."""
   config = transformers.Gemma4TextConfig(
-    **COMMON | {"num_hidden_layers": 5, "head_dim": 4, "initializer_range": 1.0},
+    **COMMON | {"num_hidden_layers": 5, "head_dim": 4, "initializer_range": 2.0},
     layer_types=[
       f"{x}_attention" for x in ["sliding", "full", "sliding", "sliding", "full"]
     ],

@@ -189,7 +189,7 @@ FAMILIES["gemma4"] = (
     | {
       "sliding_window": 4,
       # With smaller weights, rounding a weight changes the gradient by more than 1e-5.
-      "initializer_range": 1.0,
+      "initializer_range": 2.0,
       "head_dim": 4,
       "global_head_dim": 6,
       "hidden_size_per_layer_input": 5,
