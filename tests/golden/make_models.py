@@ -412,6 +412,8 @@ def main(names=()):
       fields = {"target_parameters": names}
     elif model.config.model_type != "qwen3_moe":
       targets.append("down_proj")
+    if build is gemma4:
+      targets += ["o_proj", "gate_proj", "up_proj"]
     if build is nemotron_h:
       targets.append("in_proj")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
