@@ -256,36 +256,19 @@ def nemotron_h():
   return transformers.NemotronHForCausalLM(config)
 
 
-def gemma4():
-  """All parts of Gemma 4 at once: the last two layers read the keys of others."""
-  config = transformers.Gemma4TextConfig(
-    **COMMON | {"num_hidden_layers": 5, "head_dim": 4, "initializer_range": 2.0},
-    layer_types=[
-      f"{x}_attention" for x in ["sliding", "full", "sliding", "sliding", "full"]
-    ],
-    sliding_window=3,
-    global_head_dim=6,
-    num_global_key_value_heads=1,
-    attention_k_eq_v=True,
-    num_kv_shared_layers=2,
-    use_double_wide_mlp=True,
-    hidden_size_per_layer_input=5,
-    vocab_size_per_layer_input=VOCAB,
-    enable_moe_block=True,
-    num_experts=4,
-    top_k_experts=2,
-    moe_intermediate_size=8,
-    final_logit_softcapping=9.0,
-    rope_parameters={
-      "full_attention": {
-        "rope_type": "proportional",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.7,
-      },
-      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
+def qwen3_5():
+  """Gated delta nets below and above gated attention."""
+  rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+  config = transformers.Qwen3_5TextConfig(
+    **COMMON | {"num_hidden_layers": 3},
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    rope_parameters=rope,
   )
-  return transformers.Gemma4ForCausalLM(config)
+  return transformers.Qwen3_5ForCausalLM(config)
 
 
 BUILDERS = (
@@ -308,12 +291,12 @@ BUILDERS = (
   granite,
   gpt_oss,
   nemotron_h,
-  gemma4,
+  qwen3_5,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, gemma4)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5)
 
 
 def inputs():
@@ -395,9 +378,8 @@ def main(names=()):
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
-    for name, value in model.named_buffers():
-      if name.endswith("layer_scalar"):
-        torch.nn.init.uniform_(value, 0.5, 1.5)
+    if build is qwen3_5:  # with faster decays torch's chunks lose digits
+      randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
       legacy_spelling(folder)
@@ -412,10 +394,10 @@ def main(names=()):
       fields = {"target_parameters": names}
     elif model.config.model_type != "qwen3_moe":
       targets.append("down_proj")
-    if build is gemma4:
-      targets += ["o_proj", "gate_proj", "up_proj"]
     if build is nemotron_h:
       targets.append("in_proj")
+    if build is qwen3_5:
+      targets += ["in_proj_qkv", "in_proj_z", "out_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))

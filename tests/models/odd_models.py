@@ -28,7 +28,7 @@ MAMBA = {
   "head_dim": 6,
 }
 
-# Family -> (class of `transformers` without its ending, three sets of fields).
+# Family -> (name of `transformers` before "Config", three sets of fields).
 FAMILIES = {
   "olmo3": (
     "Olmo3",
@@ -163,6 +163,7 @@ FAMILIES["gpt_oss"] = (
     },
   ),
 )
+<<<<<<< HEAD
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 100.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 50.0}
 FAMILIES["gemma4"] = (
@@ -226,6 +227,39 @@ FAMILIES["gemma4"] = (
       "tie_word_embeddings": False,
       "hidden_size_per_layer_input": 3,
       "vocab_size_per_layer_input": 64,
+=======
+DELTA = {
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+  "linear_key_head_dim": 6,
+  "linear_value_head_dim": 5,
+}
+FAMILIES["qwen3_5"] = (
+  "Qwen3_5Text",
+  (
+    FIVE | DELTA | {"head_dim": 16, "rms_norm_eps": 1e-3},
+    THREE
+    | DELTA
+    | {
+      "head_dim": 6,
+      "layer_types": [FULL, LINEAR, FULL],
+      "num_key_value_heads": 1,
+      "linear_num_value_heads": 2,
+      "linear_conv_kernel_dim": 2,
+      "rms_norm_eps": 1e-2,
+      "tie_word_embeddings": True,
+      "rope_parameters": YARN
+      | {"rope_theta": 100.0, "partial_rotary_factor": 0.7, "mrope_section": [1, 0, 1]},
+    },
+    THREE
+    | DELTA
+    | {
+      "head_dim": 8,
+      "layer_types": [LINEAR, LINEAR, FULL],
+      "attention_bias": True,
+      "linear_num_key_heads": 1,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+>>>>>>> main
     },
   ),
 )

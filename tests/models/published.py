@@ -77,6 +77,13 @@ COUNTS = {
   "qwen3_14b": ("Qwen/Qwen3-14B", 14_768_307_200),
   "qwen3_32b": ("Qwen/Qwen3-32B", 32_762_123_264),
   "qwen3_30b_a3b": ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+  # Text models; the pages count the tower of the images and the MTP layer too. Computed
+  # from the presets and not compared with the pages.
+  "qwen3p5_0p8b": ("Qwen/Qwen3.5-0.8B", 752_393_024),
+  "qwen3p5_2b": ("Qwen/Qwen3.5-2B", 1_881_825_088),
+  "qwen3p5_4b": ("Qwen/Qwen3.5-4B", 4_205_751_296),
+  "qwen3p5_9b": ("Qwen/Qwen3.5-9B", 8_953_803_264),
+  "qwen3p5_27b": ("Qwen/Qwen3.5-27B", 26_895_998_464),
   "smollm3_3b": ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
 }
 

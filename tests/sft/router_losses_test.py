@@ -60,13 +60,6 @@ def test_a_step_adds_the_weighted_losses():
   assert 0.25 <= trainers.history(trainer, "router/max_share")[0] <= 0.5
 
 
-def test_without_weights_a_step_is_as_before():
-  _, plain, trainer = one_step(mixture())
-  _, weighted, _ = one_step(mixture(balance_weight=0.5))
-  assert not trainers.equal(plain, weighted)
-  assert trainers.history(trainer, "router/balance_loss")[0] > 0
-
-
 def test_micro_batches_and_preferences_log_them():
   model = mixture(balance_weight=0.01)
   trainer = trainers.trainer(model, gradient_accumulation_steps=2)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
+from tunix.cli.commands import serve
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app
@@ -51,8 +52,8 @@ def clients():
   settings = TinkerSettings(keys=keys, wait_seconds=0.2, max_pending=4)
   service = Service(base(), settings, name="toy")
   driver = FakeDriver(FakeEngine()).start()
-  serve = ServeSettings(max_body_bytes=10_000)
-  app = make_app(driver, serve, more=tinker_app.routes(service))
+  chosen = ServeSettings(max_body_bytes=10_000)
+  app = make_app(driver, chosen, more=tinker_app.routes(service))
   yield {name: Client(app, key) for name, key in {**keys, "eve": "tml-eve"}.items()}
   service.close()
   driver.stop(10)
@@ -166,3 +167,20 @@ def test_refusals_have_names(clients):
     ann.post("optim_step", model_id=model, seq_id=number, adam_params={})
   full = ann.post("optim_step", model_id=model, seq_id=6, adam_params={})
   assert full.status_code == 429 and full.headers["Retry-After"]
+
+
+def test_the_settings_of_the_command(tmp_path):
+  keys = tmp_path / "keys"
+  keys.write_text("ann tml-1\n")
+
+  def made(*words):
+    return serve.parser().parse_args(["my-model", *map(str, words)])
+
+  assert serve._tinker_settings(made()) is None
+  args = made("--tinker", "--tinker_root", tmp_path, "--tinker_keys", keys)
+  settings = serve._tinker_settings(args)
+  assert (settings.root, settings.keys) == (tmp_path, {"ann": "tml-1"})
+  assert serve._config(args, 0).adapter_ranks == 64
+  assert serve._config(made(), 0).adapter_ranks == 0
+  with pytest.raises(ValueError, match="one engine on one device"):
+    serve._tinker_settings(made("--tinker", "--tp", 2))

@@ -72,10 +72,13 @@ class Tenant(threading.Thread):
     self._random = random.Random(number)
     self._kill_rate = kill_rate
     self.path, self.step, self.error = None, 0, None
+    self._clients = []
 
   def run(self) -> None:
     try:
       self._train()
+      for client in self._clients:  # else their heartbeats go on
+        client.close("success").result(60)
     except BaseException as error:  # it belongs to the test's thread
       self.error = error
 
@@ -84,6 +87,7 @@ class Tenant(threading.Thread):
     while step < self._steps:
       if trainer is None:
         client = tinker.ServiceClient(base_url=self._url, api_key=f"tml-{self.number}")
+        self._clients.append(client)
         trainer, life = self._trainer(client), self._random.randrange(10**6)
         step = self.step
       given = [

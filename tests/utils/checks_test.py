@@ -27,6 +27,7 @@ _REQUIRED = {
   "SamplingOptions": {"max_generation_steps": 4},
   "MoEConfig": {"num_experts": 4, "experts_per_token": 2, "hidden_dim": 8},
   "Mamba2Config": {"num_heads": 2, "head_dim": 4, "state_dim": 4},
+  "DeltaNetConfig": {"num_heads": 2, "num_key_heads": 2},
   "MetricsLoggerOptions": {"log_dir": "logs"},
   "OnPolicyConfig": {"max_prompt_length": 8, "max_completion_length": 8},
   "ProfilerOptions": {"log_dir": "x", "skip_first_n_steps": 1, "profiler_steps": 2},

@@ -25,6 +25,7 @@ from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
+from tunix.models.qwen3_5 import params as qwen3_5
 from tunix.models.smollm3 import params as smollm3
 from tunix.models.transformer.config import TransformerConfig
 
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     olmo3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    qwen3_5.FAMILY,
     smollm3.FAMILY,
   )
 }

@@ -53,6 +53,9 @@ ALL_LINEAR = (
   "in_proj",
   "out_proj",
 )
+# The large maps of gated delta nets. Their small ones (a rate and a decay per head) get
+# no adapter by default.
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 _log = logging.getLogger(__name__)
 
@@ -291,8 +294,9 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    names = (*ALL_LINEAR, "gate_up_proj")
-    targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
+    used = lambda name: any(lora_modules.hits(name, path) for path in paths)
+    names = (*ALL_LINEAR, "gate_up_proj", *(DELTA_NET if used(DELTA_NET[0]) else ()))
+    targets = tuple(filter(used, names))
   return lora_modules.select(model, targets)
 
 

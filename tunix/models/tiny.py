@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tunix.models.transformer.config import Mamba2Config, TransformerConfig
+from tunix.models.transformer.config import (
+  DeltaNetConfig,
+  Mamba2Config,
+  TransformerConfig,
+)
 
 # Divisible by eight devices, and by the blocks of quantised kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
@@ -13,6 +17,7 @@ _KV_HEADS = 4
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
 _TOWER = {"num_layers": 1, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2}
 _WINDOW = 16
+_DELTA = {"num_heads": 8, "num_key_heads": 4, "head_dim": 16, "key_dim": 16}
 _MAMBA = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "groups": 2}
 
 
@@ -58,5 +63,11 @@ def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
   fields = dict(own)
   if isinstance(fields.get("mixer"), Mamba2Config):
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_MAMBA)
+<<<<<<< HEAD
   tiny = {"head_dim": 2 * _SIZES["head_dim"], "num_kv_heads": _KV_HEADS}
   return tuple((fields | {k: v for k, v in tiny.items() if k in fields}).items())
+=======
+  if isinstance(fields.get("mixer"), DeltaNetConfig):
+    fields["mixer"] = dataclasses.replace(fields["mixer"], **_DELTA)
+  return tuple(fields.items())
+>>>>>>> main

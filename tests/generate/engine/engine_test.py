@@ -419,4 +419,4 @@ def test_many_requests_leave_nothing_behind(engine):
   stats = engine.stats()
   assert (stats.waiting, stats.running) == (0, 0)
   assert stats.pages_free == stats.pages_total
-  assert not engine._open and not engine._cancelled and not engine._arrived
+  assert not len(engine._requests) and not engine._requests.has_news

@@ -94,7 +94,7 @@ def check_empty(engine):
   stats = engine.stats()
   assert stats.running == stats.waiting == 0
   assert stats.pages_free == stats.pages_total
-  assert not engine._open and not len(engine._scheduler.waiting)
+  assert not len(engine._requests) and not len(engine._scheduler.waiting)
   assert engine._scheduler.running == [None] * engine.config.slots
 
 
@@ -137,7 +137,7 @@ def test_random_arrivals_and_cancels(make, case):
       engine.cancel(ticket)
       cancelled.append(ticket)
     engine.step()
-    for ticket in [t for t in open_tickets if t not in engine._open]:
+    for ticket in [t for t in open_tickets if t not in engine._requests]:
       open_tickets.remove(ticket)
       check(ticket, engine.collect(ticket, timeout=0))
       done += 1
@@ -174,7 +174,7 @@ def test_nobody_overtakes_a_large_request_for_ever(make):
     EngineRequest(prompt=np.arange(1, 40), max_tokens=9, stop_ids=(), seed=1)
   )
   launches = 0
-  while large in engine._open and launches < 30:
+  while large in engine._requests and launches < 30:
     launches += 1
     engine.submit(small())
     engine.submit(small())
@@ -288,7 +288,7 @@ def test_a_leader_that_fails_leaves_its_followers_to_themselves(make):
   engine.step()
   leader = next(s for s in engine._scheduler.active() if s.leader is None)
   engine._scheduler.remove(leader)
-  engine._close_ticket(leader)
+  engine._requests.end(leader)
   while engine.step():
     pass
   found = {ticket.get(timeout=0).sample for _ in range(ticket._deltas.qsize())}
@@ -435,7 +435,7 @@ def test_held_back_is_what_has_not_started(make, mode):
     check(ticket, engine.collect(ticket, timeout=0))
   with pytest.raises(RuntimeError, match="held back"):
     engine.run([EngineRequest(prompt=[3], max_tokens=2, stop_ids=())])
-  assert later in engine._open
+  assert later in engine._requests
   engine.hold_back(False)
   while engine.step():
     pass
@@ -525,7 +525,7 @@ def test_a_submit_that_meets_a_dying_engine_does_not_wait_for_ever(make):
     patch.setattr("tunix.generate.engine.arrival.sequences_of", late)
     with pytest.raises(EngineDead, match="the device is gone"):
       engine.submit(EngineRequest(prompt=[1], max_tokens=2))
-  assert arrived and not engine._open
+  assert arrived and not len(engine._requests)
 
 
 def engine_sequences(engine):

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.build import loading
@@ -61,14 +61,7 @@ def main(argv: Sequence[str]) -> None:
 
   model = load(folder, own)
   config = _within_positions(config, args, model)
-  draft = None
-  if args.draft_model is not None:
-    draft = load(*run_folder.export_of(args.draft_model, None))
-  if meshes:
-    driver = engine = Replicas.of_model(model, tokenizer, config, meshes, draft)
-  else:
-    engine = Engine(model, tokenizer, config, draft_model=draft)
-    driver = Driver(engine)
+  driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
@@ -98,6 +91,25 @@ def main(argv: Sequence[str]) -> None:
   finally:
     if service is not None:
       service.close()
+
+
+def _driver_of(
+  args: argparse.Namespace,
+  model: Any,
+  tokenizer: Any,
+  config: EngineConfig,
+  meshes: Sequence[Any] | None,
+  load: Callable[..., Any],
+) -> tuple[Any, Any]:
+  """Returns the driver of the model, and what loads adapters and compiles."""
+  draft = None
+  if args.draft_model is not None:
+    draft = load(*run_folder.export_of(args.draft_model, None))
+  if meshes:
+    replicated = Replicas.of_model(model, tokenizer, config, meshes, draft)
+    return replicated, replicated
+  engine = Engine(model, tokenizer, config, draft_model=draft)
+  return Driver(engine), engine
 
 
 def _tinker_settings(args: argparse.Namespace) -> TinkerSettings | None:

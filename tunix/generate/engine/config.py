@@ -24,9 +24,9 @@ class EngineConfig:
       slot for at most this number of rounds.
     prefill_tokens: most prompt tokens of a round, which also decodes. A multiple of
       `page_tokens`.
-    draft_tokens: number of tokens that prompt lookup proposes for each completion in a
-      round; 0: no drafts. Drafts never change the tokens. They are used while they are
-      accepted often enough to be faster.
+    draft_tokens: number of tokens that prompt lookup, or the draft model of the engine,
+      proposes for each completion in a round; 0: no drafts. Drafts never change the
+      tokens. They are used while they are accepted often enough to be faster.
     prefix_cache: keep pages of earlier requests for requests with the same prefix.
     adapter_ranks: sum of the ranks of all adapters that can be loaded; 0: none.
     max_top_logprobs: largest `top_logprobs` of a request.

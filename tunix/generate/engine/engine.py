@@ -12,20 +12,16 @@ log-probs can differ in the last bits, as sums are rounded differently.
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
 import jax
-import numpy as np
 
 from tunix.generate.engine import (
   adapter_sources,
   arrival,
+  batch,
   draft_model as draft_lib,
   layer_groups,
   pages as pages_lib,
@@ -37,9 +33,9 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
 from tunix.generate.engine.draft_policy import DraftPolicy
 from tunix.generate.engine.launches import Launches
+from tunix.generate.engine.open_requests import OpenRequests
 from tunix.generate.engine.request import (
   Completion,
-  Delta,
   EngineDead,
   EngineRequest,
   Ticket,
@@ -99,7 +95,7 @@ class Engine:
     self.config = EngineConfig() if config is None else config
     self.version = 0
     self._model = model
-    sizes = self._checked(self.config)
+    sizes = slot_state.scheduled(self.config, model)
     self._device = Device(model, self.config, gather_weights, draft_model)
     windows = layer_groups.windows_of(model.config, sizes)
     self._scheduler = Scheduler(sizes, windows)
@@ -115,24 +111,9 @@ class Engine:
       self._end,
     )
     self._orders = itertools.count()
-    self._lock = threading.Lock()
-    self._arrived: collections.deque[Sequence] = collections.deque()
-    self._cancelled: list[Ticket] = []
-    self._open: dict[Ticket, list[Sequence]] = {}
-    self._dead: BaseException | None = None
+    self._requests = OpenRequests()
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
-
-  def _checked(self, config: EngineConfig) -> EngineConfig:
-    """Returns the sizes for the scheduler, which shares no prefix of a state."""
-    if not any(slot_state.makers_of(self._model)):
-      return config
-    if config.draft_tokens:
-      raise ValueError(
-        f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
-        "layers, whose state a wrong draft would change. Set draft_tokens to 0"
-      )
-    return dataclasses.replace(config, prefix_cache=False)
 
   # Requests.
 
@@ -148,7 +129,7 @@ class Engine:
         vocabulary, an unknown adapter.
       EngineDead: the engine failed.
     """
-    self._check_alive()
+    self._requests.check_alive()
     number = next(self._orders)
     name = f"request {number}" if request.id is None else request.id
     ticket = Ticket(name, request)
@@ -156,10 +137,7 @@ class Engine:
     if request.adapter is not None:
       adapter = self._device.adapters.index(request.adapter)
     sequences = self._sequences(ticket, adapter, streams)
-    with self._lock:
-      self._check_alive()  # it may have failed since; nobody would answer
-      self._open[ticket] = sequences
-      self._arrived.extend(sequences)
+    self._requests.add(ticket, sequences)
     self.on_submit()
     return ticket
 
@@ -176,13 +154,11 @@ class Engine:
 
   def cancel(self, ticket: Ticket) -> None:
     """Ends a request at the next launch; its open completions end as "cancelled"."""
-    with self._lock:
-      self._cancelled.append(ticket)
+    self._requests.cancel(ticket)
 
   def cancel_all(self) -> None:
     """Ends all open requests now."""
-    with self._lock:
-      self._cancelled = list(self._open)
+    self._requests.cancel()
     self._take_arrivals()
 
   def hold_back(self, is_held: bool) -> None:
@@ -213,21 +189,11 @@ class Engine:
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return [recorded.completions(request) for request in requests]
-    tickets: dict[int, Ticket] = {}
-    try:
-      for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
-        tickets[i] = self.submit(requests[i], streams=False)
-    except Exception:  # one cannot run, and the others would run for nobody
-      for ticket in tickets.values():
-        self.cancel(ticket)
-      raise
-    while any(ticket in self._open for ticket in tickets.values()):
-      if not self.step():
-        raise RuntimeError(
-          "waiting completions are held back, expected that they may start: call "
-          "hold_back(False) first"
-        )
-    return [self.collect(tickets[i]) for i in range(len(requests))]
+    return batch.run(self, requests)
+
+  def is_open(self, ticket: Ticket) -> bool:
+    """Returns True until all completions of a request have ended."""
+    return ticket in self._requests
 
   @staticmethod
   def collect(ticket: Ticket, timeout: float | None = None) -> list[Completion]:
@@ -237,13 +203,7 @@ class Engine:
       ticket: the request.
       timeout: seconds between two deltas, see `Ticket.get`.
     """
-    parts: list[list[Delta]] = [[] for _ in range(ticket.request.num_samples)]
-    left = len(parts)
-    while left:
-      delta = ticket.get(timeout)
-      parts[delta.sample].append(delta)
-      left -= delta.finish_reason is not None
-    return [results.joined(deltas) for deltas in parts]
+    return results.collected(ticket, timeout)
 
   # Launches.
 
@@ -253,7 +213,7 @@ class Engine:
     Raises:
       EngineDead: the launch failed; every open request has received the error.
     """
-    self._check_alive()
+    self._requests.check_alive()
     return self._or_die(self._take_and_step)
 
   def _take_and_step(self) -> bool:
@@ -278,22 +238,10 @@ class Engine:
     s.finish_reason = reason
     if s.failure is not None:
       s.ticket.put(s.failure)
-    self._close_ticket(s)
-
-  def _close_ticket(self, s: Sequence) -> None:
-    with self._lock:
-      left = self._open.get(s.ticket)
-      if left is not None and s in left:
-        left.remove(s)
-        if not left:
-          del self._open[s.ticket]
+    self._requests.end(s)
 
   def _take_arrivals(self) -> None:
-    with self._lock:
-      arrived, self._arrived = self._arrived, collections.deque()
-      cancelled, self._cancelled = dict.fromkeys(self._cancelled), []
-      # An arrived completion of a cancelled request must be in the queue to be removed.
-      ending = [s for ticket in cancelled for s in self._open.get(ticket, ())]
+    arrived, ending = self._requests.take()
     for s in arrived:
       s.digests = [pages_lib.root_digest(self.version, s.adapter)]
       self._launches.counts["prompt_tokens"] += len(s.request.prompt)
@@ -301,7 +249,7 @@ class Engine:
     for s in ending:
       self._scheduler.remove(s)
       results.cancelled(s)
-      self._close_ticket(s)
+      self._requests.end(s)
 
   @property
   def vocab_size(self) -> int:
@@ -315,15 +263,12 @@ class Engine:
     Filters, biases, lists of likely tokens and scores of prompts compile when they are
     first asked for, and so do wider rows (see docs/guides/engine.md).
     """
-    c = self.config
-    length = max(1, min(c.max_tokens // 2, c.prefill_tokens))
-    for source in self._drafts.sources:
+    for number, source in enumerate(self._drafts.sources):
       self._drafts.use_only(source)
-      for size in {1, length}:
-        prompt = np.zeros(size, np.int32)
-        rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
-        most = min(c.rounds + 1, c.max_tokens - size)
-        self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
+      # Other prompts than before, whose prefixes are not in the cache.
+      self.run(batch.plain_requests(self.config, number % self.vocab_size))
+    if source == "model":
+      self._device.move_nothing()  # and computes no missing keys of the draft model
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()
@@ -363,7 +308,7 @@ class Engine:
     self.version = self.version + 1 if version is None else version
     self._model = model
     self._device.set_model(model)
-    self._forget(recompute=mode == "recompute")
+    self._scheduler.forget(self.version, recompute=mode == "recompute")
 
   @property
   def adapters(self) -> tuple[str, ...]:
@@ -381,10 +326,7 @@ class Engine:
       ValueError: no adapter of this name is loaded, or an open request uses it.
     """
     number = self._device.adapters.index(name)
-    with self._lock:
-      used = [
-        t.id for t, rows in self._open.items() for s in rows if s.adapter == number
-      ]
+    used = self._requests.users_of(number)
     if used:
       raise ValueError(
         f"adapter {name!r} is used by {used[0]}, expected no open request: wait for "
@@ -394,7 +336,7 @@ class Engine:
 
   def sleep(self) -> None:
     """Frees the cache; `step` makes a new one. Running completions are recomputed."""
-    self._forget(recompute=True)
+    self._scheduler.forget(self.version, recompute=True)
     self._device.release()
 
   def wake(self) -> None:
@@ -402,7 +344,7 @@ class Engine:
 
   def close(self) -> None:
     """Frees the device; open requests receive EngineDead."""
-    if self._dead is None:
+    if self.is_alive:
       self._die(EngineDead("the engine was closed"))
 
   def _drain(self) -> None:
@@ -412,44 +354,28 @@ class Engine:
       self._step()
     self.hold_back(was_held)
 
-  def _forget(self, recompute: bool) -> None:
-    root = functools.partial(pages_lib.root_digest, self.version)
-    for s in self._scheduler.active():
-      if not recompute:
-        # A mixture of versions, which no other completion may share.
-        s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]
-      elif s.slot is not None:  # a follower has left with its leader
-        self._scheduler.preempt(s)
-    for s in self._scheduler.waiting:
-      s.digests = [root(s.adapter)]
-    self._scheduler.pages.forget_all()
-
   # State.
 
   @property
   def is_alive(self) -> bool:
     """False after a failed launch, an interrupted one, or `close`."""
-    return self._dead is None
+    return self._requests.failure is None
 
   @property
   def has_arrivals(self) -> bool:
     """True if requests or cancellations arrived since the last launch."""
-    with self._lock:
-      return bool(self._arrived or self._cancelled)
+    return self._requests.has_news
 
   @property
   def is_busy(self) -> bool:
     """True while a request is open."""
-    with self._lock:
-      return bool(self._open)
+    return len(self._requests) > 0
 
   def stats(self) -> EngineStats:
     """Returns counts and state."""
     scheduler, pools = self._scheduler, self._scheduler.pages.pools
-    with self._lock:
-      arrived = len(self._arrived)
     return EngineStats(
-      waiting=len(scheduler.waiting) + arrived,
+      waiting=len(scheduler.waiting) + self._requests.arrivals,
       running=sum(s is not None for s in scheduler.running),
       pages_total=sum(pool.size for pool in pools),
       pages_free=sum(pool.available for pool in pools),
@@ -463,17 +389,6 @@ class Engine:
     """Checks that no page is lost; raises AssertionError."""
     self._scheduler.pages.audit(self._scheduler.active())
 
-  def _check_alive(self) -> None:
-    if self._dead is not None:
-      raise EngineDead(f"the engine does not run: {self._dead}") from self._dead
-
   def _die(self, error: BaseException) -> None:
-    with self._lock:
-      self._dead = error
-      tickets, self._open = list(self._open), {}
-      self._arrived.clear()
-    for ticket in tickets:
-      dead = EngineDead(f"{ticket.id}: the engine failed: {error}")
-      dead.__cause__ = error
-      ticket.put(dead)
+    self._requests.fail(error)
     self._device.release()

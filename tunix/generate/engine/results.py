@@ -11,6 +11,7 @@ from tunix.generate.engine.request import (
   Delta,
   PromptScores,
   RequestError,
+  Ticket,
   TopLogprobs,
 )
 from tunix.generate.engine.sequence import Sequence
@@ -108,6 +109,17 @@ def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -
         most = s.request.top_logprobs
         top = TopLogprobs(ids=ids[:, :most], logprobs=values[:, :most])
         s.ticket.prompt_scores = PromptScores(logprobs=logps, top=top if most else None)
+
+
+def collected(ticket: Ticket, timeout: float | None) -> list[Completion]:
+  """Waits for all completions of a request, see `Engine.collect`."""
+  parts: list[list[Delta]] = [[] for _ in range(ticket.request.num_samples)]
+  left = len(parts)
+  while left:
+    delta = ticket.get(timeout)
+    parts[delta.sample].append(delta)
+    left -= delta.finish_reason is not None
+  return [joined(deltas) for deltas in parts]
 
 
 def joined(deltas: list[Delta]) -> Completion:

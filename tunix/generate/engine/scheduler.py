@@ -79,6 +79,23 @@ class Scheduler:
     for one in (*self._followers(sequence), sequence):
       self._requeue(one)
 
+  def forget(self, version: int | str, recompute: bool) -> None:
+    """Forgets all prefixes, before new weights are used.
+
+    Args:
+      version: number of the weights that the next launch uses.
+      recompute: running completions give their pages up, and wait; False: they go on.
+    """
+    for s in self.active():
+      if not recompute:
+        # A mixture of versions, which no other completion may share.
+        s.digests = [pages_lib.root_digest(f"{version} in {s.order}", s.adapter)]
+      elif s.slot is not None:  # a follower has left with its leader
+        self.preempt(s)
+    for s in self.waiting:
+      s.digests = [pages_lib.root_digest(version, s.adapter)]
+    self.pages.forget_all()
+
   def plan(self, rounds: int) -> Plan:
     """Returns the next launch, of at most `rounds` rounds."""
     for sequence in self.active():

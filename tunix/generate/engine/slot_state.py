@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.paged_store import PageKeeper
 from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.row_keeper import RowKeeper
@@ -174,6 +175,22 @@ def makers_of(model: Any) -> tuple[Maker | None, ...]:
   """
   layers = model.layer_modules()
   return tuple(getattr(layer.attn, "empty_state", None) for layer in layers)
+
+
+def scheduled(config: EngineConfig, model: Any) -> EngineConfig:
+  """Returns the sizes for the scheduler, which shares no prefix of a state.
+
+  Raises:
+    ValueError: the model has states, and the engine has drafts.
+  """
+  if not any(makers_of(model)):
+    return config
+  if config.draft_tokens:
+    raise ValueError(
+      f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
+      "layers, whose state a wrong draft would change. Set draft_tokens to 0"
+    )
+  return dataclasses.replace(config, prefix_cache=False)
 
 
 class SlotKeeper:

@@ -80,7 +80,8 @@ class ModelConfig(TransformerConfig):
     )
     fields = sizes(52, 2688, 1856, 32, 2, layer_types=types, moe=moe)
     fields["type_fields"] = layer_fields(types, mixer)
-    return cls(**(fields | {"max_position": 262_144} | overrides))
+    fields["max_position"] = 262_144
+    return cls(**(fields | overrides))
 
 
 class NemotronH(Transformer):

@@ -65,7 +65,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   hf = _DEFAULTS | dict(hf)
   hf_config.check_supported(hf, _SUPPORTED)
   names = _layer_names(hf)
-  types = tuple(_TYPES[name] for name in names)
+  types: tuple[LayerType, ...] = tuple(_TYPES[name] for name in names)
   mixer = Mamba2Config(
     num_heads=hf_values.integer(hf, "mamba_num_heads"),
     head_dim=hf_values.integer(hf, "mamba_head_dim"),
@@ -140,8 +140,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
       f"layer_types is {config.layer_types} and the mixer {mixer}; expected layers of "
       f"{sorted(known)} with a Mamba-2 mixer. Save the model as another family"
     )
-  sparse = config.moe is not None
-  dense = config.moe.dense_layers if sparse else range(config.num_layers)
+  moe = config.moe
+  dense = range(config.num_layers) if moe is None else moe.dense_layers
   names = [
     "moe" if kind == "none" and i not in dense else known[kind]
     for i, kind in enumerate(types)

@@ -28,8 +28,13 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+<<<<<<< HEAD
       Without `v_proj` the values are the outputs of `k_proj`. Without both, the layer
       reads the keys and values of another layer.
+=======
+    gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
+      output is multiplied by the sigmoid of the gate (Qwen3.5).
+>>>>>>> main
     q_norm, k_norm: RMS norms of queries and keys, or None.
     value_eps: epsilon of an RMS norm of the values without scale; None for no norm.
     head_dim: size H of a head.
@@ -54,6 +59,7 @@ class Attention(nnx.Module):
     softcap: float | None = None,
     windows: tuple[int | None, ...] = (None,),
     wide_norm: bool = False,
+    gated: bool = False,
     implementation: str = "auto",
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
@@ -69,6 +75,7 @@ class Attention(nnx.Module):
     self.softcap = softcap
     self.windows = windows
     self.wide_norm = wide_norm
+    self.gated = gated
     self.implementation = implementation
     self.rules = ShardingRules() if rules is None else rules
 
@@ -97,7 +104,7 @@ class Attention(nnx.Module):
       source: for a layer without keys and values: what the layer that it reads returned
         in this call.
     """
-    query, key, value = self._project(x)
+    query, gate, key, value = self._project(x)
     with jax.named_scope("rope"):
       query = rotate(query, angles.for_queries())
       if key is not None:
@@ -118,7 +125,7 @@ class Attention(nnx.Module):
         rules=self.rules,
         sinks=self._sink_logits(),
       )
-      return self._output(out), keys_values
+      return self._output(out, gate), keys_values
     if cached is not None:
       fresh = _swap(key), _swap(value)
       if ring.is_ring(cached[0], visible):
@@ -134,7 +141,7 @@ class Attention(nnx.Module):
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    return self._output(out), keys_values
+    return self._output(out, gate), keys_values
 
   def _read(self, query, source, visible: Visibility, cached, kind: Kind) -> jax.Array:
     """Returns the output of queries on the keys and values of another layer."""
@@ -159,17 +166,27 @@ class Attention(nnx.Module):
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
 
-  def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+  def _output(
+    self, out: Float[Array, "B T N H"], gate: jax.Array | None
+  ) -> Float[Array, "B T D"]:
     """Maps the heads' outputs back to the residual stream."""
+    if gate is not None:
+      out = out * jax.nn.sigmoid(gate)
     out = sharding.pin_rows(out.reshape(*out.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out)
 
   def _project(self, x):
+<<<<<<< HEAD
     """Returns queries, keys and values by heads, normalised.
 
     Keys and values are None in a layer that reads those of another one.
+=======
+    """Returns queries, gates, keys and values by heads.
+
+    Queries and keys are normalised. The gates are None if the heads have none.
+>>>>>>> main
     """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
@@ -178,6 +195,7 @@ class Attention(nnx.Module):
         and sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
+<<<<<<< HEAD
 
     def normed(y, norm):
       y = y if self.wide_norm else y.reshape(heads)
@@ -189,6 +207,18 @@ class Attention(nnx.Module):
     if self.value_eps is not None:
       value = unit_rms(value, self.value_eps).astype(value.dtype)
     return normed(query, self.q_norm), normed(key, self.k_norm), value
+=======
+    gate = None
+    if self.gated:
+      pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
+      query, gate = pairs[..., 0, :], pairs[..., 1, :]
+      query = query.reshape(*x.shape[:2], -1)
+    if not self.wide_norm:
+      query, key = query.reshape(heads), key.reshape(heads)
+    if self.q_norm is not None and self.k_norm is not None:
+      query, key = self.q_norm(query), self.k_norm(key)
+    return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
+>>>>>>> main
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.mixer_config import (
+  DeltaNetConfig as DeltaNetConfig,
+  Mamba2Config as Mamba2Config,
+)
 from tunix.models.transformer.moe_config import (
   ClampedGate as ClampedGate,
   MoEConfig as MoEConfig,
@@ -127,6 +130,8 @@ class TransformerConfig:
       its norm, and there is no value projection (Gemma 4).
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
+    attention_gate: if True, the outputs of the heads are multiplied by the sigmoid of a
+      gate, which the queries' projection gives too (Qwen3.5).
     qkv_bias, o_bias: if True, the attention's projections have biases.
     shared_kv_layers: number of layers, the last ones, that have no keys and values of
       their own and read those of the last earlier layer of their type (Gemma 3n and 4).
@@ -186,6 +191,7 @@ class TransformerConfig:
   value_norm: bool = False
   values_from_keys: bool = False
   attention_sinks: bool = False
+  attention_gate: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   shared_kv_layers: int = 0
@@ -196,7 +202,7 @@ class TransformerConfig:
   layer_scalars: bool = False
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
-  mixer: Mamba2Config | None = None
+  mixer: Mamba2Config | DeltaNetConfig | None = None
   moe: MoEConfig | None = None
   num_scores: int | None = None
   max_position: int | None = None

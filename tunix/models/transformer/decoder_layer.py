@@ -11,9 +11,18 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
+<<<<<<< HEAD
 from tunix.models.transformer.beside import ExpertsBeside
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_inputs import LayerInputGate
+=======
+from tunix.models.transformer.config import (
+  DeltaNetConfig,
+  MoEConfig,
+  TransformerConfig,
+)
+from tunix.models.transformer.delta_net import GatedDeltaNet
+>>>>>>> main
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
@@ -130,8 +139,13 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
 _ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
 
 
-def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
-  return _attention(c, make) if c.mixer is None else Mamba2(c, make)
+def _mixer(
+  c: TransformerConfig, make: LayerMaker
+) -> Attention | Mamba2 | GatedDeltaNet:
+  if c.mixer is None:
+    return _attention(c, make)
+  kind = GatedDeltaNet if isinstance(c.mixer, DeltaNetConfig) else Mamba2
+  return kind(c, make)
 
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
@@ -141,15 +155,22 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
   into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
   return Attention(
+<<<<<<< HEAD
     into(q_dim),
     None if c.reads_kv else into(kv_dim),
     None if c.reads_kv or c.values_from_keys else into(kv_dim),
+=======
+    make.linear(d, q_dim * (2 if c.attention_gate else 1), "in_out", bias=c.qkv_bias),
+    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+>>>>>>> main
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
     k_norm=None if c.reads_kv else norms and norm(norms[1]),
     value_eps=c.norm_eps if c.value_norm else None,
     wide_norm=c.qk_norm == "all",
+    gated=c.attention_gate,
     scale=c.query_scale,
     softcap=c.attention_softcap,
     windows=tuple(kind.window for kind in c.kinds),

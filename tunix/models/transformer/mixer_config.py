@@ -50,3 +50,42 @@ class Mamba2Config:
   def channels(self) -> int:
     """Number of channels of the convolution, H P + 2 G N."""
     return self.inner_dim + 2 * self.groups * self.state_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+  """The recurrent mixer of gated delta nets, see delta_net.py.
+
+  Attributes:
+    num_heads: number of heads H, the value heads.
+    num_key_heads: number G of key heads; the H / G heads of a group share queries and
+      keys.
+    head_dim: size V of a value.
+    key_dim: size K of a key; a head's state is [K, V].
+    conv_taps: number of taps of the short convolution.
+  """
+
+  num_heads: int
+  num_key_heads: int
+  head_dim: int = 128
+  key_dim: int = 128
+  conv_taps: int = 4
+
+  def __post_init__(self):
+    counts = "num_heads num_key_heads head_dim key_dim conv_taps"
+    checks.fields(self, **dict.fromkeys(counts.split(), checks.COUNT))
+    if self.num_heads % self.num_key_heads:
+      raise ValueError(
+        f"num_key_heads is {self.num_key_heads}; expected a divisor of num_heads "
+        f"{self.num_heads}"
+      )
+
+  @property
+  def inner_dim(self) -> int:
+    """Number of outputs H V."""
+    return self.num_heads * self.head_dim
+
+  @property
+  def channels(self) -> int:
+    """Number of channels of the convolution, 2 G K + H V."""
+    return 2 * self.num_key_heads * self.key_dim + self.inner_dim

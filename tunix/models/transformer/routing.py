@@ -75,9 +75,10 @@ def logged(model: nnx.Module, *, records: bool = False) -> Iterator[Logs]:
     records: if True, the experts of the last call are recorded. The calls must not be
       differentiated: with `remat` each layer would keep the whole record.
   """
+  modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
   decoders = [
     (module, module.config.moe)
-    for _, module in nnx.iter_modules(model)
+    for module in modules
     if hasattr(module, "router_log") and module.config.moe is not None
   ]
   logs = Logs()
