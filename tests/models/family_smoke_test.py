@@ -27,11 +27,8 @@ PRESETS = (
   "gemma4_e2b",
   "gpt_oss_20b",
   "nemotron_nano_9b_v2",
-<<<<<<< HEAD
   pytest.param("gemma4_26b_a4b", marks=SLOW),
-=======
   "qwen3p5_0p8b",
->>>>>>> main
   pytest.param("qwen3_30b_a3b", marks=SLOW),
 )
 

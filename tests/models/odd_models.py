@@ -163,7 +163,6 @@ FAMILIES["gpt_oss"] = (
     },
   ),
 )
-<<<<<<< HEAD
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 100.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 50.0}
 FAMILIES["gemma4"] = (
@@ -227,7 +226,9 @@ FAMILIES["gemma4"] = (
       "tie_word_embeddings": False,
       "hidden_size_per_layer_input": 3,
       "vocab_size_per_layer_input": 64,
-=======
+    },
+  ),
+)
 DELTA = {
   "linear_num_key_heads": 2,
   "linear_num_value_heads": 4,
@@ -259,7 +260,6 @@ FAMILIES["qwen3_5"] = (
       "attention_bias": True,
       "linear_num_key_heads": 1,
       "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
->>>>>>> main
     },
   ),
 )

@@ -52,24 +52,16 @@ def case(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp("odd")
   config = getattr(transformers, f"{kind}Config")(**odd_models.SIZES | cases[number])
   torch.manual_seed(number)
-<<<<<<< HEAD
-  family = kind.removesuffix("Text")
-  model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-=======
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
->>>>>>> main
   model.set_attn_implementation("eager")
   make.randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
   for part in (".bias", "_bias"):
     make.randomise(model, part, lambda x: torch.nn.init.normal_(x, std=0.4))
-<<<<<<< HEAD
   for path, value in model.named_buffers():
     if path.endswith("layer_scalar"):
       torch.nn.init.uniform_(value, 0.5, 1.5)
-=======
   # With faster decays torch's chunks are wrong by 3e-5: it subtracts large sums.
   make.randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
->>>>>>> main
   model.save_pretrained(folder)
   tokens, mask = make.inputs()
   want = {

@@ -63,11 +63,7 @@ def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
   fields = dict(own)
   if isinstance(fields.get("mixer"), Mamba2Config):
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_MAMBA)
-<<<<<<< HEAD
-  tiny = {"head_dim": 2 * _SIZES["head_dim"], "num_kv_heads": _KV_HEADS}
-  return tuple((fields | {k: v for k, v in tiny.items() if k in fields}).items())
-=======
   if isinstance(fields.get("mixer"), DeltaNetConfig):
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_DELTA)
-  return tuple(fields.items())
->>>>>>> main
+  tiny = {"head_dim": 2 * _SIZES["head_dim"], "num_kv_heads": _KV_HEADS}
+  return tuple((fields | {k: v for k, v in tiny.items() if k in fields}).items())

@@ -28,13 +28,10 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
-<<<<<<< HEAD
       Without `v_proj` the values are the outputs of `k_proj`. Without both, the layer
       reads the keys and values of another layer.
-=======
     gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
       output is multiplied by the sigmoid of the gate (Qwen3.5).
->>>>>>> main
     q_norm, k_norm: RMS norms of queries and keys, or None.
     value_eps: epsilon of an RMS norm of the values without scale; None for no norm.
     head_dim: size H of a head.
@@ -111,7 +108,8 @@ class Attention(nnx.Module):
         key = rotate(key, angles._replace(query=None))
     if key is None or value is None:
       assert source is not None  # the decoder passes it
-      return self._read(query, source, visible, cached, kind), cached
+      out = self._read(query, source, visible, cached, kind)
+      return self._output(out, gate), cached
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -144,7 +142,7 @@ class Attention(nnx.Module):
     return self._output(out, gate), keys_values
 
   def _read(self, query, source, visible: Visibility, cached, kind: Kind) -> jax.Array:
-    """Returns the output of queries on the keys and values of another layer."""
+    """Returns the heads' outputs on the keys and values of another layer."""
     if cached is not None and not isinstance(cached, tuple):
       out, _ = source.attend(
         query,
@@ -157,11 +155,11 @@ class Attention(nnx.Module):
         rules=self.rules,
         sinks=self._sink_logits(),
       )
-      return self._output(out)
+      return out
     key, value = source if cached is None else map(_swap, source)
     visible = dataclasses.replace(visible, aligned=cached is None)
     key, value = key.astype(query.dtype), value.astype(query.dtype)
-    return self._output(self._attend(query, key, value, visible, kind))
+    return self._attend(query, key, value, visible, kind)
 
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
@@ -178,15 +176,10 @@ class Attention(nnx.Module):
       return self.o_proj(out)
 
   def _project(self, x):
-<<<<<<< HEAD
-    """Returns queries, keys and values by heads, normalised.
-
-    Keys and values are None in a layer that reads those of another one.
-=======
     """Returns queries, gates, keys and values by heads.
 
-    Queries and keys are normalised. The gates are None if the heads have none.
->>>>>>> main
+    Queries and keys are normalised. The gates are None if the heads have none. Keys and
+    values are None in a layer that reads those of another one.
     """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
@@ -195,30 +188,22 @@ class Attention(nnx.Module):
         and sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
-<<<<<<< HEAD
 
     def normed(y, norm):
       y = y if self.wide_norm else y.reshape(heads)
       return (y if norm is None else norm(y)).reshape(heads)
 
-    if key is None:
-      return normed(query, self.q_norm), None, None
-    value = (key if value is None else value).reshape(heads)
-    if self.value_eps is not None:
-      value = unit_rms(value, self.value_eps).astype(value.dtype)
-    return normed(query, self.q_norm), normed(key, self.k_norm), value
-=======
     gate = None
     if self.gated:
       pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
       query, gate = pairs[..., 0, :], pairs[..., 1, :]
       query = query.reshape(*x.shape[:2], -1)
-    if not self.wide_norm:
-      query, key = query.reshape(heads), key.reshape(heads)
-    if self.q_norm is not None and self.k_norm is not None:
-      query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
->>>>>>> main
+    if key is None:
+      return normed(query, self.q_norm), gate, None, None
+    value = (key if value is None else value).reshape(heads)
+    if self.value_eps is not None:
+      value = unit_rms(value, self.value_eps).astype(value.dtype)
+    return normed(query, self.q_norm), gate, normed(key, self.k_norm), value
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

@@ -11,18 +11,14 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-<<<<<<< HEAD
 from tunix.models.transformer.beside import ExpertsBeside
-from tunix.models.transformer.config import MoEConfig, TransformerConfig
-from tunix.models.transformer.layer_inputs import LayerInputGate
-=======
 from tunix.models.transformer.config import (
   DeltaNetConfig,
   MoEConfig,
   TransformerConfig,
 )
 from tunix.models.transformer.delta_net import GatedDeltaNet
->>>>>>> main
+from tunix.models.transformer.layer_inputs import LayerInputGate
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
@@ -106,7 +102,7 @@ class DecoderLayer(nnx.Module):
           out = self.beside(out, x, routes)
         x = x + self._scaled(mlp_out(out))
       x = sharding.pin_activations(x, self.rules)
-    if self.input_gate is not None:
+    if self.input_gate is not None and vector is not None:
       with jax.named_scope("layer_input"):
         x = sharding.pin_activations(x + self.input_gate(x, vector), self.rules)
     if self.scalar is not None:
@@ -155,15 +151,9 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
   into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
   return Attention(
-<<<<<<< HEAD
-    into(q_dim),
+    into(q_dim * (2 if c.attention_gate else 1)),
     None if c.reads_kv else into(kv_dim),
     None if c.reads_kv or c.values_from_keys else into(kv_dim),
-=======
-    make.linear(d, q_dim * (2 if c.attention_gate else 1), "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
->>>>>>> main
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
