@@ -163,6 +163,72 @@ FAMILIES["gpt_oss"] = (
     },
   ),
 )
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 100.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 50.0}
+FAMILIES["gemma4"] = (
+  "Gemma4Text",
+  (
+    # As 31B: one map for keys and values in full layers, with larger heads.
+    FIVE
+    | {
+      "sliding_window": 3,
+      "head_dim": 6,
+      "global_head_dim": 8,
+      "num_global_key_value_heads": 1,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "final_logit_softcapping": 2.0,
+      "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+      "rope_parameters": {
+        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.5},
+        SLIDING: DEFAULT,
+      },
+    },
+    # As E2B: vectors for every layer, and two layers that read the keys of others.
+    FIVE
+    | {
+      "sliding_window": 4,
+      # With smaller weights, rounding a weight changes the gradient by more than 1e-5.
+      "initializer_range": 2.0,
+      "head_dim": 4,
+      "global_head_dim": 6,
+      "hidden_size_per_layer_input": 5,
+      "vocab_size_per_layer_input": 48,
+      "num_kv_shared_layers": 2,
+      "use_double_wide_mlp": True,
+      "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+      "rope_parameters": {
+        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.7},
+        SLIDING: DEFAULT,
+      },
+    },
+    # As 26B-A4B: experts beside the MLP.
+    THREE
+    | {
+      "sliding_window": 2,
+      "head_dim": 4,
+      "global_head_dim": 6,
+      "num_global_key_value_heads": 4,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "enable_moe_block": True,
+      "num_experts": 5,
+      "top_k_experts": 2,
+      "moe_intermediate_size": 8,  # torch's grouped product needs a multiple of 4
+      "layer_types": [SLIDING, SLIDING, FULL],
+    },
+    ONE_LAYER
+    | {
+      "layer_types": [FULL],
+      "global_head_dim": 4,
+      "attention_bias": True,
+      "num_key_value_heads": 4,
+      "tie_word_embeddings": False,
+      "hidden_size_per_layer_input": 3,
+      "vocab_size_per_layer_input": 64,
+    },
+  ),
+)
 DELTA = {
   "linear_num_key_heads": 2,
   "linear_num_value_heads": 4,

@@ -24,6 +24,12 @@ COUNTS = {
   "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
   # Without the layer for further tokens (MTP), which the page counts.
   "glm4p7_flash": ("zai-org/GLM-4.7-Flash", 29_943_393_920),
+  # Text models without towers. The pages name 2.3B and 4.5B without the table of the
+  # vectors for every layer (2,348,810,240 and 2,818,572,288), 30.7B and 25.2B.
+  "gemma4_e2b": ("google/gemma-4-E2B", 4_628_569_379),
+  "gemma4_e4b": ("google/gemma-4-E4B", 7_463_013_418),
+  "gemma4_31b": ("google/gemma-4-31B", 30_697_345_340),
+  "gemma4_26b_a4b": ("google/gemma-4-26B-A4B", 25_233_141_790),
   "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),

@@ -25,7 +25,7 @@ class MappingConfig:
     to_hf_mappings: dotted parameter path -> names of its tensors. A parameter is one
       tensor; a stacked one is a tensor for each layer (and expert), in the order of
       its leading axes.
-    to_hf_transpose_keys: path -> order of a tensor's two axes, for parameters that are
+    to_hf_transpose_keys: path -> order of a tensor's axes, for parameters that are
       stored transposed.
     lora_to_hf_mappings: path of a LoRA parameter -> names of the tensors it adapts.
   """
@@ -47,14 +47,15 @@ class MappingConfig:
     """
     family = family or families.of_config(model.config)
     names, transposed, adapters = {}, {}, {}
-    for path in tree.flatten(nnx.state(model, nnx.Param)):
+    for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
       module, _, field = path.rpartition(".")
       is_lora = field.startswith("lora_")
       base = f"{module}.kernel" if is_lora else path
       place = params.place(family.names, base, model.config)
       (adapters if is_lora else names)[path] = place.keys
       if place.transpose and not is_lora:
-        transposed[path] = (1, 0)
+        axes = value.ndim - len(place.lead)
+        transposed[path] = (*range(axes - 2), axes - 1, axes - 2)
     return cls(
       to_hf_mappings=names,
       to_hf_transpose_keys=transposed,

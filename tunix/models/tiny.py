@@ -36,15 +36,21 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
   kinds = tuple(dict.fromkeys(config.layer_types or ()))
   grouped = config.num_kv_heads < config.num_heads
   layers = max(2, len(kinds))
+  shared = layers if config.shared_kv_layers else 0  # they follow layers to read
   fields: dict[str, Any] = {
-    "num_layers": layers,
+    "num_layers": layers + shared,
+    "shared_kv_layers": shared,
     "vocab_size": vocab_size,
     "num_kv_heads": _KV_HEADS if grouped else _SIZES["num_heads"],
-    "layer_types": (kinds * 2)[:layers] or None,
+    "layer_types": (kinds * 4)[: layers + shared] or None,
     "type_fields": tuple((name, _shrunk(own)) for name, own in config.type_fields),
   }
   if config.sliding_window is not None:
     fields["sliding_window"] = min(config.sliding_window, _WINDOW)
+  if config.shared_kv_hidden_dim is not None:
+    fields["shared_kv_hidden_dim"] = 2 * _SIZES["hidden_dim"]
+  if config.layer_input_dim is not None:
+    fields |= {"layer_input_dim": 16, "layer_input_vocab": vocab_size}
   if config.moe is not None:
     dense = (0,) if config.moe.dense_layers else ()
     shared = config.moe.shared_hidden_dim and _EXPERTS["hidden_dim"]
@@ -70,4 +76,5 @@ def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_MAMBA)
   if isinstance(fields.get("mixer"), DeltaNetConfig):
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_DELTA)
-  return tuple(fields.items())
+  tiny = {"head_dim": 2 * _SIZES["head_dim"], "num_kv_heads": _KV_HEADS}
+  return tuple((fields | {k: v for k, v in tiny.items() if k in fields}).items())

@@ -143,7 +143,10 @@ class _Job:
 def _jobs(
   tensor: StoredTensor, target: np.ndarray, index: Index, transpose: bool
 ) -> Iterator[_Job]:
-  out, index = (target.T, index[::-1]) if transpose else (target, index)
+  out = target
+  if transpose:
+    *lead, rows, columns = index
+    out, index = target.swapaxes(-1, -2), (*lead, columns, rows)
   if not out.size or not out.ndim:
     yield _Job(tensor, out, index)
     return

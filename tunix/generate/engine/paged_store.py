@@ -37,8 +37,8 @@ class PageLayer:
   def attend(
     self,
     query: Float[Array, "T 1 N H"],
-    key: Float[Array, "T 1 K H"],
-    value: Float[Array, "T 1 K H"],
+    key: Float[Array, "T 1 K H"] | None,
+    value: Float[Array, "T 1 K H"] | None,
     *,
     scale: float | None,
     softcap: float | None,
@@ -48,7 +48,9 @@ class PageLayer:
   ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
     """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
     del others  # the path of attention belongs to the pages, as does their sharding
-    pages = paged.write(self.pages, key, value, self.ragged)
+    pages = self.pages
+    if key is not None and value is not None:
+      pages = paged.write(pages, key, value, self.ragged)
     out = paged.attend(
       query,
       pages,

@@ -66,21 +66,24 @@ class RowLayer:
   def attend(
     self,
     query: Float[Array, "T 1 N H"],
-    key: Float[Array, "T 1 K H"],
-    value: Float[Array, "T 1 K H"],
+    key: Float[Array, "T 1 K H"] | None,
+    value: Float[Array, "T 1 K H"] | None,
     **options: Any,
   ) -> tuple[Float[Array, "T 1 N H"], RowLayer]:
     """Writes the tokens' keys and values, and attends to those of their rows.
 
     Args:
-      query, key, value: those of the tokens.
+      query: the queries of the tokens.
+      key, value: those of the tokens; None if they were written already.
       **options: see `cache.LayerCache.attend`.
     """
     p = self.places
     new = lambda x, rows: x[:, 0].astype(rows.dtype)
     how = {"mode": "drop", "unique_indices": True}
-    k = self.k.at[p.slots, :, :, p.positions].set(new(key, self.k), **how)
-    v = self.v.at[p.slots, :, p.positions].set(new(value, self.v), **how)
+    k, v = self.k, self.v
+    if key is not None and value is not None:
+      k = k.at[p.slots, :, :, p.positions].set(new(key, k), **how)
+      v = v.at[p.slots, :, p.positions].set(new(value, v), **how)
     slots, tail = k.shape[0], query.shape[2:]
     own, blocks = slots * p.width, p.block_slots.shape[0]
     out = []

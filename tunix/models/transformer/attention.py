@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import ring, sharding
 from tunix.models.transformer.attention_paths import attend
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Linear, RMSNorm
+from tunix.models.transformer.layers import Linear, RMSNorm, unit_rms
 from tunix.models.transformer.rope import Angles, rotate
 from tunix.models.transformer.visibility import Visibility
 
@@ -29,11 +29,14 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+      Without `v_proj` the values are the outputs of `k_proj`. Without both, the layer
+      reads the keys and values of another layer.
     gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
       output is multiplied by the sigmoid of the gate (Qwen3.5).
     qkv_proj: the first three as one linear map [D, (N + 2 K)*H] in their place, or
       None.
     q_norm, k_norm: RMS norms of queries and keys, or None.
+    value_eps: epsilon of an RMS norm of the values without scale; None for no norm.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
     sinks: logits of the heads' sinks [*stack, N], or None (see `ops.sinks`).
@@ -61,10 +64,12 @@ class Attention(nnx.Module):
     implementation: str = "auto",
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
+    value_eps: float | None = None,
   ):
     self.q_proj, self.k_proj = nnx.data(q_proj), nnx.data(k_proj)
     self.v_proj, self.o_proj = nnx.data(v_proj), o_proj
     self.qkv_proj = nnx.data(qkv_proj)
+    self.value_eps = value_eps
     self.q_norm, self.k_norm = nnx.data(q_norm), nnx.data(k_norm)
     self.sinks = nnx.data(sinks)
     self.head_dim = head_dim
@@ -83,6 +88,7 @@ class Attention(nnx.Module):
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
+    source: KeysValues | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the output, and the keys and values.
 
@@ -97,8 +103,14 @@ class Attention(nnx.Module):
         slot `visible.query_index[0]`. The buffers of a sliding layer may be a ring. Or
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
+      source: for a layer without keys and values: what the layer that it reads returned
+        in this call.
     """
     query, gate, key, value = self._rotated(x, angles)
+    if key is None or value is None:
+      assert source is not None  # the decoder passes it
+      out = self._read(query, source, visible, cached, kind)
+      return self._output(out, gate), cached
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -130,6 +142,26 @@ class Attention(nnx.Module):
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
     return self._output(out, gate), keys_values
 
+  def _read(self, query, source, visible: Visibility, cached, kind: Kind) -> jax.Array:
+    """Returns the heads' outputs on the keys and values of another layer."""
+    if cached is not None and not isinstance(cached, tuple):
+      out, _ = source.attend(
+        query,
+        None,
+        None,
+        scale=self.scale,
+        softcap=self.softcap,
+        window=self.windows[kind],
+        implementation=self.implementation,
+        rules=self.rules,
+        sinks=self._sink_logits(),
+      )
+      return out
+    key, value = source if cached is None else map(_swap, source)
+    visible = dataclasses.replace(visible, aligned=cached is None)
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
+    return self._attend(query, key, value, visible, kind)
+
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
 
@@ -147,42 +179,54 @@ class Attention(nnx.Module):
   def _rotated(self, x: jax.Array, angles: Angles):
     """Returns queries, gates, keys and values by heads; `MLA` overrides it.
 
-    The gates are None if the heads have none.
+    The gates are None if the heads have none, and keys and values in a layer that reads
+    those of another one.
     """
     query, gate, key, value = self._project(x)
     with jax.named_scope("rope"):
       query = rotate(query, angles.for_queries())
-      key = rotate(key, angles._replace(query=None))
+      if key is not None:
+        key = rotate(key, angles._replace(query=None))
     return query, gate, key, value
 
   def _project(self, x):
     """Returns queries, gates, keys and values by heads.
 
-    Queries and keys are normalised. The gates are None if the heads have none.
+    Queries and keys are normalised. The gates are None if the heads have none. Keys and
+    values are None in a layer that reads those of another one.
     """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
-      query, key, value = map(self._pinned, self._queries_keys_values(x))
+      query, key, value = (
+        None if y is None else self._pinned(y) for y in self._queries_keys_values(x)
+      )
+
+    def normed(y, norm):
+      y = y if self.wide_norm else y.reshape(heads)
+      return (y if norm is None else norm(y)).reshape(heads)
+
     gate = None
+    assert query is not None
     if self.gated:
       pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
       query, gate = pairs[..., 0, :], pairs[..., 1, :]
       query = query.reshape(*x.shape[:2], -1)
-    if not self.wide_norm:
-      query, key = query.reshape(heads), key.reshape(heads)
-    if self.q_norm is not None and self.k_norm is not None:
-      query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
+    if key is None:
+      return normed(query, self.q_norm), gate, None, None
+    value = (key if value is None else value).reshape(heads)
+    if self.value_eps is not None:
+      value = unit_rms(value, self.value_eps).astype(value.dtype)
+    return normed(query, self.q_norm), gate, normed(key, self.k_norm), value
 
-  def _queries_keys_values(self, x: jax.Array) -> list[jax.Array]:
+  def _queries_keys_values(self, x: jax.Array) -> list[jax.Array | None]:
     if self.qkv_proj is None:
       three = (self.q_proj, self.k_proj, self.v_proj)
-      return [proj(x) for proj in three if proj is not None]
+      return [None if proj is None else proj(x) for proj in three]
     # The parts are pinned before and after the split: shards of the whole map do not
     # end where a part ends.
     whole = self._pinned(self.qkv_proj(x))
     width = self.o_proj.kernel.shape[-2]  # N*H
-    return jnp.split(whole, (width, (width + whole.shape[-1]) // 2), axis=-1)
+    return [*jnp.split(whole, (width, (width + whole.shape[-1]) // 2), axis=-1)]
 
   def _pinned(self, x: jax.Array) -> jax.Array:
     return sharding.pin_rows(sharding.pin_features(x, self.rules), self.rules)

@@ -22,13 +22,18 @@ class LayerCache(Protocol):
   """
 
   def attend(
-    self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
+    self,
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    **options: Any,
   ) -> tuple[jax.Array, Any]:
     """Writes keys and values and returns the queries' outputs, and the new cache.
 
     Args:
       query: [B, T, N, H], rotated.
-      key, value: [B, T, K, H] of the same tokens.
+      key, value: [B, T, K, H] of the same tokens; None if they were written already,
+        for another layer that reads this cache too.
       **options: scale, softcap, window, implementation, rules and sinks, as in
         `attention_paths.attend`.
     """

@@ -126,6 +126,9 @@ class TransformerConfig:
     embedding_multiplier: factor of the embeddings (Granite); None for no factor.
     qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
       3, Gemma 3) or "all" for all heads together (OLMo 2).
+    value_norm: if True, values have an RMS norm without scale (Gemma 4).
+    values_from_keys: if True, the values are the outputs of the key projection before
+      its norm, and there is no value projection (Gemma 4).
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
     attention_gate: if True, the outputs of the heads are multiplied by the sigmoid of a
@@ -137,6 +140,15 @@ class TransformerConfig:
       whose first half of outputs is the gate (Phi 3 and 4, Granite 4).
     mla: latent attention in place of attention, or None. `head_dim` is then that of
       the `MLAConfig`, and `num_kv_heads` is `num_heads`.
+    shared_kv_layers: number of layers, the last ones, that have no keys and values of
+      their own and read those of the last earlier layer of their type (Gemma 3n and 4).
+    shared_kv_hidden_dim: hidden width of the MLPs of these layers; None for hidden_dim.
+    reads_kv: set by `of_layer`: True for a layer that reads the keys of another one.
+    layer_input_dim: size P of a vector that every layer gets for each token, beside the
+      residual stream (see layer_inputs.py); None for no vector.
+    layer_input_vocab: number of rows of the table of these vectors; None for V.
+    layer_scalars: if True, every layer multiplies its output by a number that is not
+      trained (Gemma 4).
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
       each with one norm before it (Nemotron 3).
@@ -183,6 +195,8 @@ class TransformerConfig:
   scale_embeddings: bool = False
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
+  value_norm: bool = False
+  values_from_keys: bool = False
   attention_sinks: bool = False
   attention_gate: bool = False
   qkv_bias: bool = False
@@ -190,6 +204,12 @@ class TransformerConfig:
   fused_qkv: bool = False
   fused_gate_up: bool = False
   mla: MLAConfig | None = None
+  shared_kv_layers: int = 0
+  shared_kv_hidden_dim: int | None = None
+  reads_kv: bool = False
+  layer_input_dim: int | None = None
+  layer_input_vocab: int | None = None
+  layer_scalars: bool = False
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
   mixer: Mamba2Config | DeltaNetConfig | None = None
@@ -216,6 +236,10 @@ class TransformerConfig:
       num_scores=checks.COUNT,
       max_position=checks.COUNT,
       sliding_window=checks.COUNT,
+      shared_kv_layers=checks.NOT_NEGATIVE,
+      shared_kv_hidden_dim=checks.COUNT,
+      layer_input_dim=checks.COUNT,
+      layer_input_vocab=checks.COUNT,
     )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -235,6 +259,7 @@ class TransformerConfig:
       if getattr(self, name) not in allowed:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
     self._check_layer_types()
+    self._check_shared_kv()
     self._check_products()
     self._check_mla()
 
@@ -285,6 +310,15 @@ class TransformerConfig:
       raise ValueError(
         f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
         "expected the number of keys that a query attends to, at least 1"
+      )
+
+  def _check_shared_kv(self):
+    types = [name for name, _ in self.kind_names]
+    first = self.num_layers - self.shared_kv_layers
+    if unserved := set(types) - set(types[: max(first, 0)]):
+      raise ValueError(
+        f"shared_kv_layers is {self.shared_kv_layers} of {self.num_layers} layers; "
+        f"expected an earlier layer of type {sorted(unserved)}, whose keys they read"
       )
 
   def _check_products(self):
@@ -338,20 +372,41 @@ class TransformerConfig:
     heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
     own: dict[str, dict[str, Any]] = {x: dict(y) for x, y in self.type_fields}
 
-    def kind(name: LayerType) -> LayerKind:
+    def kind(name: LayerType, reads_kv: bool) -> LayerKind:
       fields = heads | own.get(name, {})
       has_keys = fields.get("mixer") is None and fields.get("parts") != "mlp"
+      has_keys = has_keys and not reads_kv
       kv_heads = fields["num_kv_heads"] if has_keys else 0
       return LayerKind(*known[name], kv_heads, fields["head_dim"])
 
-    return tuple(map(kind, dict.fromkeys(self.layer_types or ("full",))))
+    return tuple(kind(*name) for name in dict.fromkeys(self.kind_names))
 
   @property
   def layer_kinds(self) -> tuple[int, ...]:
     """The kind of each layer, as an index into `kinds`."""
-    names = self.layer_types or ("full",) * self.num_layers
-    order = list(dict.fromkeys(names))
-    return tuple(order.index(name) for name in names)
+    order = list(dict.fromkeys(self.kind_names))
+    return tuple(order.index(name) for name in self.kind_names)
+
+  @property
+  def kind_names(self) -> tuple[tuple[LayerType, bool], ...]:
+    """The type of each layer, and True if it reads the keys of another layer."""
+    types = self.layer_types or ("full",) * self.num_layers
+    first = self.num_layers - self.shared_kv_layers
+    return tuple((name, i >= first) for i, name in enumerate(types))
+
+  def kind_name(self, kind: int | jax.Array) -> tuple[LayerType, bool] | None:
+    """Returns the entry of `kind_names` of a kind; None for a traced kind."""
+    if not isinstance(kind, int):
+      return None
+    return list(dict.fromkeys(self.kind_names))[kind]
+
+  @property
+  def kv_sources(self) -> dict[LayerType, int]:
+    """The number of the layer whose keys later layers of a type read, by type."""
+    read = {name for name, reads in self.kind_names if reads}
+    own = [(name, i) for i, (name, reads) in enumerate(self.kind_names) if not reads]
+    sources: dict[LayerType, int] = {name: i for name, i in own if name in read}
+    return sources
 
   @property
   def structures(self) -> tuple[str, ...]:
@@ -366,7 +421,8 @@ class TransformerConfig:
     by_type = [name if name in own else shared for name in types]
     dense = () if self.moe is None else self.moe.dense_layers
     by_mlp = ["dense" if i in dense else "sparse" for i in range(self.num_layers)]
-    parts = [names for names in (by_type, by_mlp) if len({*names}) > 1]
+    by_kv = ["reads" if reads else "own" for _, reads in self.kind_names]
+    parts = [names for names in (by_type, by_mlp, by_kv) if len({*names}) > 1]
     return tuple("_".join(names) for names in zip(*parts)) or ("",) * self.num_layers
 
   @property
@@ -383,6 +439,9 @@ class TransformerConfig:
     fields = dict(dict(self.type_fields).get(name, ()))
     if self.moe is not None and layer in self.moe.dense_layers:
       fields["moe"] = None
+    if self.kind_names[layer][1]:
+      hidden = self.shared_kv_hidden_dim or self.hidden_dim
+      fields |= {"reads_kv": True, "hidden_dim": hidden}
     return dataclasses.replace(self, **fields) if fields else self
 
   @property

@@ -11,12 +11,14 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
+from tunix.models.transformer.beside import ExpertsBeside
 from tunix.models.transformer.config import (
   DeltaNetConfig,
   MoEConfig,
   TransformerConfig,
 )
 from tunix.models.transformer.delta_net import GatedDeltaNet
+from tunix.models.transformer.layer_inputs import LayerInputGate
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
@@ -52,6 +54,13 @@ class DecoderLayer(nnx.Module):
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
     self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
     self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
+    beside = c.moe is not None and c.moe.beside_mlp
+    self.beside = nnx.data(
+      ExpertsBeside(c, make, _moe(c, c.moe, make)) if c.moe and beside else None
+    )
+    takes_input = c.layer_input_dim is not None
+    self.input_gate = nnx.data(LayerInputGate(c, make) if takes_input else None)
+    self.scalar = nnx.data(make.scalar() if c.layer_scalars else None)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
@@ -63,6 +72,8 @@ class DecoderLayer(nnx.Module):
     cached: KeysValues | None = None,
     kind: Kind = 0,
     routes: LayerRoutes | None = None,
+    vector: Float[Array, "B T P"] | None = None,
+    source: KeysValues | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the new residual stream, and the keys and values of its attention.
 
@@ -73,19 +84,30 @@ class DecoderLayer(nnx.Module):
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
       routes: logs or replays the routes of experts; see `MoE`.
+      vector: the layer's vectors, see layer_inputs.py.
+      source: see `Attention`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     keys_values = cached
     if self.attn is not None:
       with jax.named_scope("attn"):
         own = rope.of_kind(angles, kind)
-        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
+        more = (source,) if isinstance(self.attn, Attention) else ()
+        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind, *more)
         x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     if self.mlp is not None:
       with jax.named_scope("mlp"):
         extra = (routes,) if isinstance(self.mlp, MoE) else ()
-        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
+        out = self.mlp(mlp_in(x), *extra)
+        if self.beside is not None:
+          out = self.beside(out, x, routes)
+        x = x + self._scaled(mlp_out(out))
       x = sharding.pin_activations(x, self.rules)
+    if self.input_gate is not None and vector is not None:
+      with jax.named_scope("layer_input"):
+        x = sharding.pin_activations(x + self.input_gate(x, vector), self.rules)
+    if self.scalar is not None:
+      x = x * self.scalar[...].astype(x.dtype)
     return x, keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
@@ -130,16 +152,17 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
   into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
   fused = c.fused_qkv
-  one = lambda width: None if fused else into(width)
+  one = lambda width, given: into(width) if given and not fused else None
   return Attention(
-    one(q_dim * (2 if c.attention_gate else 1)),
-    one(kv_dim),
-    one(kv_dim),
+    one(q_dim * (2 if c.attention_gate else 1), True),
+    one(kv_dim, not c.reads_kv),
+    one(kv_dim, not (c.reads_kv or c.values_from_keys)),
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
     qkv_proj=into(q_dim + 2 * kv_dim) if fused else None,
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
-    k_norm=norms and norm(norms[1]),
+    k_norm=None if c.reads_kv else norms and norm(norms[1]),
+    value_eps=c.norm_eps if c.value_norm else None,
     wide_norm=c.qk_norm == "all",
     gated=c.attention_gate,
     scale=c.query_scale,
@@ -152,17 +175,24 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
 
 
 def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | FusedGatedMLP | MoE:
-  if c.moe is None:
+  if c.moe is None or c.moe.beside_mlp:
     return _dense_mlp(c, make, c.hidden_dim)
-  shared = c.moe.shared_hidden_dim
+  return _moe(c, c.moe, make)
+
+
+def _moe(c: TransformerConfig, moe: MoEConfig, make: LayerMaker) -> MoE:
+  shared, beside = moe.shared_hidden_dim, moe.beside_mlp
   return MoE(
-    make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
-    _experts(c, c.moe, make),
-    config=c.moe,
+    make.linear(c.embed_dim, moe.num_experts, "router", bias=moe.bias),
+    _experts(c, moe, make),
+    config=moe,
     rules=c.sharding,
-    correction=make.correction(c.moe) if c.moe.routing == "sigmoid" else None,
+    correction=make.correction(moe) if moe.routing == "sigmoid" else None,
     shared=None if shared is None else _dense_mlp(c, make, shared),
-    shared_gate=make.linear(c.embed_dim, 1, "router") if c.moe.shared_gate else None,
+    shared_gate=make.linear(c.embed_dim, 1, "router") if moe.shared_gate else None,
+    in_norm=make.norm(c.embed_dim, c.norm_eps, c.norm_offset) if beside else None,
+    router_scale=make.small((c.embed_dim,), 1.0) if beside else None,
+    expert_scale=make.small((moe.num_experts,), 1.0) if beside else None,
   )
 
 
@@ -188,7 +218,8 @@ def _experts(
   down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
   activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
   if moe.fused_gate:
-    return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
+    both = into(2 * moe.hidden_dim)
+    return FusedGatedMLP(both, down(), activation, gating, halves=moe.fused_halves)
   if not c.gated_mlp:
     return MLP(into(moe.hidden_dim), down(), activation)
   first = into(moe.hidden_dim), into(moe.hidden_dim)

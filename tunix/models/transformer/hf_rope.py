@@ -43,10 +43,12 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
   Raises:
     ValueError: the kind of scaling is unknown, or one of its numbers is missing.
   """
-  if values.get("partial_rotary_factor") not in (None, 1):
+  kind = values.get("rope_type", values.get("type")) or "default"
+  partial = values.get("partial_rotary_factor")
+  if partial not in (None, 1) and kind != "proportional":
     raise ValueError(
-      f"partial_rotary_factor is {values['partial_rotary_factor']!r}, supported is "
-      "only 1"
+      f"partial_rotary_factor is {partial!r}, supported is only 1 for rope_type "
+      f"{kind!r}"
     )
   common: dict[str, Any] = {"theta": theta}
   if values.get("llama_4_scaling_beta"):  # 0 means no factor
@@ -54,7 +56,6 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
     common["original_max_position"] = integer(
       values, "original_max_position_embeddings"
     )
-  kind = values.get("rope_type", values.get("type")) or "default"
   if kind == "default":
     return RopeConfig(**common)
   if kind not in _ROPE_READERS:
@@ -109,11 +110,19 @@ def _numbers(values: Mapping[str, Any], field: str) -> tuple[float, ...]:
   return tuple(number({field: value}, field) for value in listed)
 
 
+def _read_proportional(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {
+    "factor": number(values, "factor", 1.0),
+    "partial": number(values, "partial_rotary_factor", 1.0),
+  }
+
+
 _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   "linear": lambda values: {"factor": number(values, "factor")},
   "llama3": _read_llama3,
   "yarn": _read_yarn,
   "longrope": _read_longrope,
+  "proportional": _read_proportional,
 }
 
 
@@ -133,6 +142,8 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["factor"] = rope.factor
   if rope.scaling in ("llama3", "yarn", "longrope"):
     scaling["original_max_position_embeddings"] = rope.original_max_position
+  if rope.scaling == "proportional":
+    scaling["partial_rotary_factor"] = rope.partial
   if rope.scaling == "llama3":
     scaling["low_freq_factor"] = rope.low_freq_factor
     scaling["high_freq_factor"] = rope.high_freq_factor

@@ -68,6 +68,12 @@ class LayerMaker:
     0."""
     return param(jnp.zeros((*self.stack, heads), self.param_dtype), self.spec("heads"))
 
+  def scalar(self) -> FrozenParam:
+    """Makes a number that is not trained, [*stack, 1], with the value 1."""
+    value = jnp.ones((*self.stack, 1), self.param_dtype)
+    spec = (None,) * value.ndim
+    return FrozenParam(value, out_sharding=spec, eager_sharding=False)
+
   def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:
     """Makes an RMS norm that multiplies by offset + scale."""
     return RMSNorm(

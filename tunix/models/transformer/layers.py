@@ -192,6 +192,12 @@ def magnitude_ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
   return jnp.where(used, magnitude / jnp.where(used & (norms > 0), norms, 1.0), 1.0)
 
 
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+  """Returns x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
+  y = x.astype(jnp.float32)
+  return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
   """The norm x / rms(x) * (offset + scale) in float32 (Zhang and Sennrich 2019)."""
 
@@ -210,10 +216,8 @@ class RMSNorm(nnx.Module):
     self.offset = offset
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
     scale = self.scale[...].astype(jnp.float32)
-    return (y * (scale + self.offset)).astype(x.dtype)
+    return (unit_rms(x, self.eps) * (scale + self.offset)).astype(x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -23,6 +23,7 @@ from tunix.models.transformer import (
   cache as cache_lib,
   dropout,
   explicit,
+  kv_sharing,
   qwix_seam,
   rope,
   routing,
@@ -36,6 +37,7 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 from tunix.models.transformer.decoder_layer import DecoderLayer
+from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.shared_prompt import SharedPrompt
@@ -55,6 +57,7 @@ class Transformer(nnx.Module):
       `TransformerConfig.structures`), or a list after `unstack`. `lm_head` is None if
       the embeddings are tied or if there is a `score` head, see
       `TransformerConfig.num_scores`.
+    layer_inputs: makes the vectors of the layers, see layer_inputs.py; or None.
     router_log: the log of the routers that `routing.logged` opened, or None.
   """
 
@@ -63,6 +66,8 @@ class Transformer(nnx.Module):
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
     scale = c.embed_dim**0.5 if c.scale_embeddings else c.embedding_multiplier
     self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
+    has_inputs = c.layer_input_dim is not None
+    self.layer_inputs = nnx.data(LayerInputs(c, make) if has_inputs else None)
     stacks = {
       name: DecoderLayer(c.of_layer(numbers[0]), (len(numbers),), rngs)
       for name, numbers in c.stacks.items()
@@ -140,10 +145,11 @@ class Transformer(nnx.Module):
       index, attention_mask, segment_ids, groups, shared=shared_prompt
     )
     routes = routing.of_call(self, x.shape[:2], visible, expert_choice)
+    vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
     if cache is not None:
-      x, cache = self._run_cached(x, angles, visible, cache, routes)
+      x, cache = self._run_cached(x, angles, visible, cache, routes, vectors)
     else:
-      x = self._run_routed(x, angles, visible, routes)
+      x = self._run(x, angles, visible, routes, vectors)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
@@ -160,44 +166,40 @@ class Transformer(nnx.Module):
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
-  def _run_routed(self, x, angles, visible, routes) -> jax.Array:
-    """Runs all layers without a cache, and finishes the routes."""
-    if routes is None:
-      return self._run(x, angles, visible)
-    x, carried = self._run((x, routes.start), angles, visible, routes)
-    routes.finish(carried)
-    return x
-
-  def _run(self, x, angles, visible, routes=None) -> Any:
-    """Runs all layers without a cache.
+  def _run(self, x, angles, visible, routes, vectors) -> jax.Array:
+    """Runs all layers without a cache, and finishes the routes.
 
     Args:
-      x: the residual stream; with `routes` a pair of it and `routing.Carried`.
+      x: the residual stream.
       angles, visible: see `DecoderLayer`.
       routes: the routes of the call, or None.
+      vectors: [L, B, T, P], see layer_inputs.py, or None.
     """
     kinds = self.config.layer_kinds
+    sources = kv_sharing.empty_sources(self.config, x)
     qwix_adds = qwix_seam.is_initialising(self)
     if qwix_adds and self.is_stacked:
-      first = lambda layer, x: layer(x, angles, visible)[0]
-      for name, stack in self._stacks().items():
-        layers = len(self.config.stacks[name])
-        x = qwix_seam.run_apart(stack, layers, first, x)
-      return x
+      return self._initialise_qwix(x, angles, visible, vectors, sources)
 
     offloads = self.config.remat == "offload"
     if offloads:
       _check_offload()
 
-    def one(layer, kind, x):
-      if routes is None:
-        return layer(x, angles, visible, kind=kind)[0]
-      x, own = x[0], routes.layer(x[1])
-      return layer(x, angles, visible, kind=kind, routes=own)[0], own.carried()
+    def one(layer, kind, vector, stream):
+      x, carried, sources = stream
+      own = None if routes is None else routes.layer(carried)
+      name = self.config.kind_name(kind)
+      source = kv_sharing.source_of(sources, name)
+      x, written = layer(
+        x, angles, visible, None, kind, own, vector=vector, source=source
+      )
+      sources = kv_sharing.after(sources, name, written)
+      return x, own and own.carried(), sources
 
-    def call(graph, kind, state, x):
-      x = checkpoint_name(x, LAYER_INPUT) if offloads else x
-      return one(nnx.merge(graph, state), kind, x)
+    def call(graph, kind, state, stream):
+      stream = checkpoint_name(stream, LAYER_INPUT) if offloads else stream
+      state, vector = state
+      return one(nnx.merge(graph, state), kind, vector, stream)
 
     # A scanned layer's kind is traced if one stack has several kinds; the graph, and
     # other layers' kinds, are static.
@@ -207,35 +209,63 @@ class Transformer(nnx.Module):
       policy = REMAT_POLICIES[self.config.remat]
       static = (0,) if traced else (0, 1)
       call = jax.checkpoint(call, policy=policy, static_argnums=static)
+    stream = x, routes and routes.start, sources
     if is_scanned:
       with jax.named_scope("layers"):
-        return self._scan(call, x)
-    calls_module = qwix_adds or self.config.remat == "none"
-    for i, layer in enumerate(self._layer_list()):
-      with jax.named_scope(f"layer_{i}"):
-        if calls_module:  # qwix adds its parameters to this module, not to a copy
-          x = one(layer, kinds[i], x)
-        else:
-          graph, state = nnx.split(layer)
-          x = call(graph, kinds[i], state, x)
+        stream = self._scan(call, stream, vectors)
+    else:
+      calls_module = qwix_adds or self.config.remat == "none"
+      for i, layer in enumerate(self._layer_list()):
+        vector = None if vectors is None else vectors[i]
+        with jax.named_scope(f"layer_{i}"):
+          if calls_module:  # qwix adds its parameters to this module, not to a copy
+            stream = one(layer, kinds[i], vector, stream)
+          else:
+            graph, state = nnx.split(layer)
+            stream = call(graph, kinds[i], (state, vector), stream)
+    x, carried, _ = stream
+    if routes is not None:
+      routes.finish(carried)
     return x
 
-  def _scan(self, call, x):
-    """Runs stacked layers in `lax.scan`; `call` is (graph, kind, state, x) -> x."""
+  def _initialise_qwix(self, x, angles, visible, vectors, sources):
+    """Runs all stacked layers, of which only the shapes matter."""
+    c = self.config
+    for name, stack in self._stacks().items():
+      numbers = c.stacks[name]
+      kind = c.layer_kinds[numbers[0]]
+      source = kv_sharing.source_of(sources, c.kind_name(kind))
+      vector = None if vectors is None else vectors[numbers[0]]
+      first = lambda layer, x, kind=kind, source=source, vector=vector: layer(
+        x, angles, visible, kind=kind, vector=vector, source=source
+      )[0]
+      x = qwix_seam.run_apart(stack, len(numbers), first, x)
+    return x
+
+  def _scan(self, call, stream, vectors):
+    """Runs stacked layers in `lax.scan`.
+
+    Args:
+      call: runs one layer, (graph, kind, (state, vector), stream) -> stream.
+      stream: the input of the first layer.
+      vectors: [L, B, T, P] or None.
+    """
     names, kinds = self.config.structures, self.config.layer_kinds
     split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
     if isinstance(self.layers, DecoderLayer):
       ((graph, state),) = split.values()
-      steps = (jnp.asarray(kinds, jnp.int32), state) if any(kinds) else (None, state)
-      x, _ = jax.lax.scan(
+      kinds = jnp.asarray(kinds, jnp.int32) if any(kinds) else None
+      stream, _ = jax.lax.scan(
         lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
-        x,
-        steps,
+        stream,
+        (kinds, (state, vectors)),
       )
-      return x
+      return stream
     one = lambda name, kind, state, x: call(split[name][0], kind, state, x)
-    states = {name: state for name, (_, state) in split.items()}
-    return structures.scan(one, x, states, names, kinds)
+    stacks = self.config.stacks
+    of = lambda name: None if vectors is None else vectors[jnp.asarray(stacks[name])]
+    states = {name: (state, of(name)) for name, (_, state) in split.items()}
+    return structures.scan(one, stream, states, names, kinds)
 
   @property
   def is_stacked(self) -> bool:
@@ -256,15 +286,27 @@ class Transformer(nnx.Module):
     stacks = self._stacks()
     return [stacks[name] for name in self.config.structures]
 
-  def _run_cached(self, x, angles, visible, cache, routes):
+  def _run_cached(self, x, angles, visible, cache, routes, vectors):
     """Runs all layers unrolled; each one writes its buffers of the cache."""
     carried = None if routes is None else routes.start
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
+    sources: dict[str, Any] = {}
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
-        kind = self.config.layer_kinds[i]
+        kind, name = self.config.layer_kinds[i], self.config.kind_names[i]
         own = None if routes is None else routes.layer(carried)
-        x, one = layer(x, angles, visible, cache.layer(i), kind, own)
+        x, one = layer(
+          x,
+          angles,
+          visible,
+          cache.layer(i),
+          kind,
+          own,
+          vector=None if vectors is None else vectors[i],
+          source=kv_sharing.source_of(sources, name),
+        )
+        if not name[1]:
+          sources[name[0]] = one
         carried = None if own is None else own.carried()
         written.append(one)
     if routes is not None:
@@ -367,7 +409,7 @@ class Transformer(nnx.Module):
     makers = [getattr(x.attn, "empty_state", None) for x in self.layer_modules()]
     states = [None if make is None else make(batch_size) for make in makers]
     return cache_lib.init_cache(
-      [c.kinds[kind] for kind in c.layer_kinds],
+      kv_sharing.cache_kinds(c),
       batch_size=batch_size,
       cache_size=cache_size,
       dtype=dtype or c.dtype,

@@ -19,7 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer import dropout, qwix_seam, sharding
 from tunix.models.transformer.config import MoEConfig, ShardingRules
-from tunix.models.transformer.layers import FrozenParam, Linear
+from tunix.models.transformer.layers import (
+  FrozenParam,
+  Linear,
+  RMSNorm,
+  unit_rms,
+)
 from tunix.models.transformer.mlp import MLP, FusedGatedMLP
 from tunix.models.transformer.routing import LayerRoutes
 from tunix.perf import hlo_flops
@@ -34,8 +39,12 @@ def _names(spec: PartitionSpec) -> set[str]:
   return {name for names in entries for name in names}
 
 
+# Modules and parameters that every device has whole, by attribute of `MoE`.
+_WHOLE = {"router", "correction", "in_norm", "router_scale", "expert_scale"}
+
+
 def _of_router(path: tuple[Any, ...], _: Any) -> bool:
-  return "router" in path or "correction" in path
+  return not _WHOLE.isdisjoint(path)
 
 
 def active_share(model: nnx.Module) -> float:
@@ -100,6 +109,9 @@ class MoE(nnx.Module):
     rules: mesh axes of rows, tokens and experts.
     correction: [E], added to the scores that choose experts, or None. It has no
       gradient.
+    in_norm, router_scale, expert_scale: RMS norm of the experts' input, factors [D] of
+      the router's normalised input, and factors [E] of the experts' weights, see
+      `MoEConfig.beside_mlp`; or None.
     shared: an MLP that every token uses besides its experts, or None.
     shared_gate: linear map [D, 1] whose sigmoid multiplies the output of `shared`, or
       None.
@@ -115,12 +127,17 @@ class MoE(nnx.Module):
     correction: FrozenParam | None = None,
     shared: Experts | None = None,
     shared_gate: Linear | None = None,
+    in_norm: RMSNorm | None = None,
+    router_scale: nnx.Param | None = None,
+    expert_scale: nnx.Param | None = None,
   ):
     self.router = router
     self.experts = experts
     self.config = config
     self.rules = rules
     self.correction = nnx.data(correction)
+    self.in_norm, self.router_scale = nnx.data(in_norm), nnx.data(router_scale)
+    self.expert_scale = nnx.data(expert_scale)
     self.shared, self.shared_gate = nnx.data(shared), nnx.data(shared_gate)
 
   def __call__(
@@ -153,6 +170,7 @@ class MoE(nnx.Module):
     if routes is not None:
       routes.add(logits, chosen)
     weights = weights.astype(x.dtype)
+    x = x if self.in_norm is None else self.in_norm(x)
     with jax.named_scope("experts"):
       if self.config.implementation == "dense":
         return self._dense(x, weights, chosen)
@@ -193,6 +211,10 @@ class MoE(nnx.Module):
     with jax.named_scope("router"):
       if self.config.routing == "sigmoid":  # trained in float32
         tokens = tokens.astype(jnp.float32)
+      if self.router_scale is not None and self.in_norm is not None:
+        unit = unit_rms(tokens, self.in_norm.eps).astype(tokens.dtype)
+        scale = self.router_scale[...].astype(tokens.dtype)
+        tokens = unit * scale * jnp.asarray(tokens.shape[-1] ** -0.5, tokens.dtype)
       return self.router(tokens).astype(jnp.float32)
 
   def _choose(
@@ -215,6 +237,8 @@ class MoE(nnx.Module):
         weights = jax.nn.softmax(weights, axis=-1)
       elif c.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      if self.expert_scale is not None:
+        weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
       return (weights if c.scale == 1 else c.scale * weights), chosen
 
   def _best(self, scores):
@@ -272,6 +296,7 @@ class MoE(nnx.Module):
       weights, chosen = moe._choose(logits, replay)
       routed = () if routes is None else (logits, chosen)
       weights = weights.astype(x.dtype)
+      x = x if moe.in_norm is None else moe.in_norm(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):
         if gathers:

@@ -59,6 +59,11 @@ class MoEConfig:
     bias: if True, the router and the maps of the experts have biases.
     fused_gate: if True, gate and up projection are one map `gate_up_proj` whose outputs
       2 i and 2 i + 1 are gate and up of hidden unit i (gpt-oss).
+    fused_halves: if True, the first half of the outputs of `gate_up_proj` is the gate
+      instead, and the second half is up (Gemma 4).
+    beside_mlp: if True, the layer has its MLP too (see beside.py). The input of the
+      router is scale * x / (rms(x) sqrt(D)), with a vector `scale`, and each expert has
+      a factor of its weights (Gemma 4).
     clamped_gate: the gate in place of activation(gate) * up, or None.
     balance_weight: weight of the load-balancing loss in training, 0 for none; see
       `ops.router`.
@@ -81,6 +86,8 @@ class MoEConfig:
   shared_gate: bool = False
   bias: bool = False
   fused_gate: bool = False
+  fused_halves: bool = False
+  beside_mlp: bool = False
   clamped_gate: ClampedGate | None = None
   balance_weight: float = 0.0
   z_weight: float = 0.0

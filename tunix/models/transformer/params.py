@@ -21,7 +21,7 @@ class HfName:
 
   Attributes:
     key: name of the tensor; `{i}` stands for the layer, `{e}` for the expert.
-    transpose: True if the tensor is [out, in] and the parameter is [in, out].
+    transpose: True if the tensor is [..., out, in] and the parameter [..., in, out].
   """
 
   key: str
@@ -108,16 +108,17 @@ class Placement:
   def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of each tensor, given the shape of the parameter."""
     one = shape[len(self.lead) :]
-    return one[::-1] if self.transpose else one
+    return (*one[:-2], one[-1], one[-2]) if self.transpose else one
 
   def split(self, value: np.ndarray) -> list[np.ndarray]:
     """Returns the parameter's tensors, views in the order of `keys`."""
     parts = value.reshape(len(self.keys), *value.shape[len(self.lead) :])
-    return [part.T if self.transpose else part for part in parts]
+    return [part.swapaxes(-1, -2) if self.transpose else part for part in parts]
 
   def join(self, tensors: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Returns the parameter of this shape, given its tensors in the order of `keys`."""
-    parts = [part.T if self.transpose else part for part in tensors]
+    swap = lambda part: part.swapaxes(-1, -2) if self.transpose else part
+    parts = [swap(part) for part in tensors]
     return np.stack(parts).reshape(shape)
 
 

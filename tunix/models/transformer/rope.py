@@ -27,6 +27,8 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
     arXiv:2309.00071, section 3.2).
   - "longrope" divides each frequency by its own number (Ding et al. 2024,
     arXiv:2402.13753). The result is the one of short sequences, see `angles`.
+  - "proportional" divides all frequencies by `factor` and sets those of the last pairs
+    to 0, so that only the first `partial` H/2 pairs turn (Gemma 4).
 
   Scaled frequencies are computed on the host, with transformers' operations in float32:
   checkpoints were trained with these numbers, and the last bit of a frequency is 2e-4
@@ -45,6 +47,9 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
     return jnp.asarray(1 / waves / factor)
   if config.scaling == "longrope":
     return _divided(waves, config.short_factors)
+  if config.scaling == "proportional":
+    turns = np.arange(head_dim // 2) < int(config.partial * head_dim // 2)
+    return jnp.asarray(np.where(turns, 1 / waves / factor, np.float32(0)))
   if config.scaling == "yarn":
     keep = _yarn_keep(head_dim, config)
     return jnp.asarray(1 / (factor * waves) * (1 - keep) + 1 / waves * keep)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Literal
 
 from tunix.utils import checks
+
+Scaling = Literal["linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,9 @@ class RopeConfig:
       (Llama 3.1) divides low frequencies, keeps high ones and blends between them;
       "yarn" blends by the number of turns within the original context, and scales
       queries and keys too (arXiv:2309.00071); "longrope" divides each frequency by a
-      number of its own, and scales queries and keys too (arXiv:2402.13753).
+      number of its own, and scales queries and keys too (arXiv:2402.13753);
+      "proportional" divides all frequencies by `factor` and leaves the slowest ones
+      out, see `partial` (Gemma 4).
     factor: ratio of the new context length to the original one.
     low_freq_factor: "llama3" divides frequencies whose wavelength exceeds
       original_max_position / low_freq_factor.
@@ -37,14 +42,16 @@ class RopeConfig:
     truncate: if True, "yarn" rounds the ends of its ramp to whole dimensions.
     short_factors, long_factors: the divisors of "longrope", one per frequency: those of
       sequences up to original_max_position, and those of longer ones.
-    partial: share of the dimensions of a head that are rotated, the first ones.
+    partial: share of the dimensions of a head that are rotated, the first ones. With
+      "proportional" it is the share of the pairs (x[i], x[i + H/2]) that are rotated,
+      and the frequencies are those of the whole head.
     query_beta: a number b; queries are multiplied by
       1 + b ln(1 + floor(position / original_max_position)) (Llama 4, Ministral 3). None
       for no factor.
   """
 
   theta: float = 10_000.0
-  scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
+  scaling: Scaling | None = None
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
@@ -61,10 +68,10 @@ class RopeConfig:
   query_beta: float | None = None
 
   def __post_init__(self):
-    if self.scaling not in (None, "linear", "llama3", "yarn", "longrope"):
+    if self.scaling is not None and self.scaling not in typing.get_args(Scaling):
+      known = ", ".join(map(repr, typing.get_args(Scaling)))
       raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', "
-        "'llama3', 'yarn' or 'longrope'"
+        f"rope scaling {self.scaling!r} is not supported: use None, or one of {known}"
       )
     checks.fields(
       self,
@@ -110,5 +117,10 @@ class RopeConfig:
         )
 
   def rotated(self, head_dim: int) -> int:
-    """Returns the number of rotated dimensions of a head, as transformers rounds it."""
+    """Returns the number of rotated dimensions of a head, as transformers rounds it.
+
+    With "proportional" it is the whole head: its last pairs have the frequency 0.
+    """
+    if self.scaling == "proportional":
+      return head_dim
     return int(head_dim * self.partial)
