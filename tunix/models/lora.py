@@ -50,14 +50,15 @@ ALL_LINEAR = (
   "gate_proj",
   "up_proj",
   "down_proj",
-  "in_proj",
-  "out_proj",
 )
-# The large maps of gated delta nets. Their small ones (a rate and a decay per head) get
-# no adapter by default.
-DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
-
-_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # see mla.py
+# What models of some families have in their place, or besides: fused projections,
+# latent attention and recurrent mixers. The small maps of a gated delta net (a rate and
+# a decay for each head) get no adapter by default.
+_OF_SOME = (
+  *("qkv_proj", "gate_up_proj"),
+  *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+  *("in_proj", "in_proj_qkv", "in_proj_z", "out_proj"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -297,9 +298,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
     used = lambda name: any(lora_modules.hits(name, path) for path in paths)
-    delta = DELTA_NET if used(DELTA_NET[0]) else ()
-    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj", *_LATENT, *delta)
-    targets = tuple(filter(used, names))
+    targets = tuple(filter(used, (*ALL_LINEAR, *_OF_SOME)))
   return lora_modules.select(model, targets)
 
 

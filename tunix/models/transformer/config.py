@@ -404,8 +404,10 @@ class TransformerConfig:
   def kv_sources(self) -> dict[LayerType, int]:
     """The number of the layer whose keys later layers of a type read, by type."""
     read = {name for name, reads in self.kind_names if reads}
-    own = [(name, i) for i, (name, reads) in enumerate(self.kind_names) if not reads]
-    sources: dict[LayerType, int] = {name: i for name, i in own if name in read}
+    sources: dict[LayerType, int] = {}
+    for i, (name, reads) in enumerate(self.kind_names):
+      if name in read and not reads:
+        sources[name] = i
     return sources
 
   @property
