@@ -172,7 +172,7 @@ def test_bad_folders(tmp_path, llama):
   checkpoints.change_config(llama, model_type="gpt2")
   fails(
     ValueError,
-    r"config.json: model_type 'gpt2' is unknown, known are \['gemma'.*'llama'",
+    r"config.json: model_type 'gpt2' is unknown, known are \['deepseek_v3'.*'llama'",
   )
   checkpoints.change_config(llama, model_type="llama", dtype="float99")
   fails(ValueError, r"dtype 'float99' is unknown")

@@ -93,6 +93,9 @@ COUNTS = {
 
 # Other names of the same sizes.
 ALIASES = {
+  **{
+    f"gemma4_{size}_it": f"gemma4_{size}" for size in ("e2b", "e4b", "31b", "26b_a4b")
+  },
   "gemma1p1_2b_it": "gemma_2b",
   "gemma1p1_7b_it": "gemma_7b",
   "llama3p2_1b_instruct": "llama3p2_1b",

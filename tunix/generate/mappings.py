@@ -54,8 +54,7 @@ class MappingConfig:
       place = params.place(family.names, base, model.config)
       (adapters if is_lora else names)[path] = place.keys
       if place.transpose and not is_lora:
-        axes = value.ndim - len(place.lead)
-        transposed[path] = (*range(axes - 2), axes - 1, axes - 2)
+        transposed[path] = params.axes_of(value.ndim - len(place.lead))
     return cls(
       to_hf_mappings=names,
       to_hf_transpose_keys=transposed,

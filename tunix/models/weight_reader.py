@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from tunix.models.stored_tensor import StoredTensor
-from tunix.models.transformer.params import Placement
+from tunix.models.transformer.params import Placement, axes_of
 
 Index = tuple[slice, ...]
 
@@ -145,8 +145,8 @@ def _jobs(
 ) -> Iterator[_Job]:
   out = target
   if transpose:
-    *lead, rows, columns = index
-    out, index = target.swapaxes(-1, -2), (*lead, columns, rows)
+    order = axes_of(target.ndim)
+    out, index = target.transpose(order), tuple(index[axis] for axis in order)
   if not out.size or not out.ndim:
     yield _Job(tensor, out, index)
     return

@@ -21,7 +21,8 @@ class HfName:
 
   Attributes:
     key: name of the tensor; `{i}` stands for the layer, `{e}` for the expert.
-    transpose: True if the tensor is [..., out, in] and the parameter [..., in, out].
+    transpose: True if the tensor is [out, in] and the parameter [in, out], see
+      `axes_of`.
   """
 
   key: str
@@ -88,6 +89,16 @@ HARMLESS = (
 )
 
 
+def axes_of(ndim: int) -> tuple[int, ...]:
+  """Returns the order of a transposed tensor's axes; it is its own inverse.
+
+  A matrix is [out, in], a stack of matrices [E, out, in], and the kernel of a
+  convolution over two dimensions [out, in, height, width]; ours are [in, out],
+  [E, in, out] and [width, height, in, out].
+  """
+  return (0, 2, 1) if ndim == 3 else tuple(reversed(range(ndim)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
   """The tensors that one parameter consists of.
@@ -105,20 +116,22 @@ class Placement:
   lead: tuple[int, ...]
   transpose: bool
 
+  def _order(self, ndim: int) -> tuple[int, ...]:
+    return axes_of(ndim) if self.transpose else tuple(range(ndim))
+
   def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of each tensor, given the shape of the parameter."""
     one = shape[len(self.lead) :]
-    return (*one[:-2], one[-1], one[-2]) if self.transpose else one
+    return tuple(one[axis] for axis in self._order(len(one)))
 
   def split(self, value: np.ndarray) -> list[np.ndarray]:
     """Returns the parameter's tensors, views in the order of `keys`."""
     parts = value.reshape(len(self.keys), *value.shape[len(self.lead) :])
-    return [part.swapaxes(-1, -2) if self.transpose else part for part in parts]
+    return [part.transpose(self._order(part.ndim)) for part in parts]
 
   def join(self, tensors: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Returns the parameter of this shape, given its tensors in the order of `keys`."""
-    swap = lambda part: part.swapaxes(-1, -2) if self.transpose else part
-    parts = [swap(part) for part in tensors]
+    parts = [part.transpose(self._order(part.ndim)) for part in tensors]
     return np.stack(parts).reshape(shape)
 
 
