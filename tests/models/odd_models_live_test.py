@@ -18,6 +18,7 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.models.automodel import AutoModel
+from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.layers import FrozenParam
 from tunix.ops.logprobs import weighted_nll
 from tunix.ops.masks import next_token_targets, positions_from_mask
@@ -133,3 +134,14 @@ def test_greedy_text_of_the_engine_and_of_groups(case):
   for rows, tokens in zip(engine.run(requests), want["greedy"]):
     for row in rows:
       np.testing.assert_array_equal(row.tokens, tokens)
+
+
+def test_what_we_save_is_the_same_model(case, tmp_path):
+  folder, want = case
+  save_pretrained(AutoModel.from_pretrained(folder), tmp_path, source=folder)
+  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, output_loading_info=True, attn_implementation="eager"
+  )
+  assert not info["missing_keys"] and not info["unexpected_keys"]
+  logits = make.logits(theirs.eval(), want["tokens"], want["mask"])
+  assert checkpoints.relative(logits, want["logits"]) < TOLERANCE

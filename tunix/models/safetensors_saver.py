@@ -145,7 +145,7 @@ def _canonical(config: Any) -> Any:
   has_mlp = moe is None or any(layer.moe is None for layer in layers)
   return dataclasses.replace(
     config,
-    layer_types=config.layer_types if types - {"full"} else None,
+    layer_types=config.layer_types if types - {"full"} or config.type_fields else None,
     sliding_window=config.sliding_window if slides else None,
     local_rope=(config.local_rope or config.rope) if slides else None,
     query_scale=config.query_scale or config.head_dim**-0.5,
