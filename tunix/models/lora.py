@@ -27,6 +27,7 @@ from tunix.models.adapter_files import load_adapter, save_adapter
 from tunix.models.lora_modules import Adapter, CastError
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import param
+from tunix.models.transformer.mamba2 import Mamba2
 from tunix.models.transformer.model import Transformer
 from tunix.utils import checks, mesh as mesh_lib
 
@@ -298,7 +299,10 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
     used = lambda name: any(lora_modules.hits(name, path) for path in paths)
-    targets = tuple(filter(used, (*ALL_LINEAR, *_OF_SOME)))
+    names = [*ALL_LINEAR, *_OF_SOME]
+    if any(isinstance(module, Mamba2) for _, module in nnx.iter_modules(model)):
+      names.remove("out_proj")  # kernels of Mamba read the bare weight; PEFT refuses it
+    targets = tuple(filter(used, names))
   return lora_modules.select(model, targets)
 
 
