@@ -15,9 +15,22 @@ from tunix.models.automodel import AutoModel
 from tunix.sft.losses import next_token_loss
 from tunix.utils import mesh as mesh_lib, tree
 
-SLOW = (pytest.mark.slow, pytest.mark.ci)
-DENSE = ("granite3p3_2b", "ministral3_3b", "olmo3_7b", "smollm3_3b")
 MESH = {"fsdp": 2, "cp": 2, "tp": 2}
+# CI runs the first ones; all are slow.
+IN_CI = {
+  "gemma4_e2b": MESH,
+  "glm4p7_flash": {"ep": 2, "cp": 2, "tp": 2},
+  "nemotron_nano_9b_v2": MESH,
+  "qwen3p5_0p8b": MESH,
+}
+SLOW = dict.fromkeys(
+  ["granite3p3_2b", "ministral3_3b", "olmo3_7b", "phi4_mini_3p8b", "smollm3_3b"], MESH
+) | {
+  "gemma4_26b_a4b": {"fsdp": 2, "ep": 4},
+  "gpt_oss_20b": {"fsdp": 2, "ep": 2, "tp": 2},
+  "nemotron3_nano_30b_a3b": {"fsdp": 2, "ep": 4},
+}
+PRESETS = (*IN_CI, *SLOW)
 
 
 @functools.cache
@@ -39,13 +52,12 @@ def learnt(preset, axes):
   return {"loss": float(value), **tree.flatten(mesh_lib.to_host(gradient))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("preset", "axes"),
   [
-    pytest.param("phi4_mini_3p8b", MESH, marks=SLOW),
-    pytest.param("glm4p7_flash", {"ep": 2, "cp": 2, "tp": 2}, marks=SLOW),
-    pytest.param("glm4p7_flash", {"fsdp": 2, "ep": 4}, marks=SLOW),
-    *(pytest.param(preset, MESH, marks=SLOW) for preset in DENSE),
+    *(pytest.param(*case, marks=pytest.mark.ci) for case in IN_CI.items()),
+    *SLOW.items(),
   ],
   ids=str,
 )

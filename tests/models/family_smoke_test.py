@@ -21,22 +21,19 @@ from tunix.models.transformer.layers import FrozenParam
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
-# The rows of a quick run, and those that CI runs after it.
-SLOW = (pytest.mark.slow, pytest.mark.ci)
-PRESETS = (
-  "gemma4_e2b",
-  "gpt_oss_20b",
-  "nemotron_nano_9b_v2",
-  pytest.param("gemma4_26b_a4b", marks=SLOW),
-  "qwen3p5_0p8b",
-  pytest.param("glm4p7_flash", marks=SLOW),
-  pytest.param("phi4_mini_3p8b", marks=SLOW),
-  pytest.param("granite3p3_2b", marks=SLOW),
-  pytest.param("ministral3_3b", marks=SLOW),
-  pytest.param("olmo3_7b", marks=SLOW),
-  pytest.param("smollm3_3b", marks=SLOW),
-  pytest.param("qwen3_30b_a3b", marks=SLOW),
+# CI runs these; the others are slow.
+IN_CI = ("gemma4_e2b", "gpt_oss_20b", "nemotron_nano_9b_v2", "qwen3p5_0p8b")
+SLOW = (
+  "gemma4_26b_a4b",
+  "glm4p7_flash",
+  "granite3p3_2b",
+  "ministral3_3b",
+  "olmo3_7b",
+  "phi4_mini_3p8b",
+  "qwen3_30b_a3b",
+  "smollm3_3b",
 )
+PRESETS = (*IN_CI, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 
 
 @pytest.fixture(params=PRESETS)
@@ -70,8 +67,9 @@ def test_whole_and_quantised_fine_tuning(model):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+  "preset", [*(pytest.param(name, marks=pytest.mark.ci) for name in IN_CI), *SLOW]
+)
 def test_preferences_and_grpo(preset):
   trainer = preferences.trainer(make(preset), make(preset))
   trainer.train([preferences.pairs()] * 2)
