@@ -21,13 +21,13 @@ SMALL, MIDDLE, LARGE = ("v5e:2x4", 4, 2), ("v5e:4x8", 16, 2), ("v5e:16x16", 64, 
 
 # Presets whose train step with adapters is compiled.
 COMPILED = (
-  "gemma_2b",
   "gemma2_2b",
   "gemma3_1b",
   "gemma3_4b",
-  "llama3p2_1b",
+  "gemma4_e2b",
+  "gemma_2b",
   "granite3p3_2b",
-  "ministral3_3b",
+  "llama3p2_1b",
   "mistral_7b_v0p3",
   "olmo2_1b",
   "olmo3_7b",
@@ -35,7 +35,6 @@ COMPILED = (
   "qwen2p5_0p5b",
   "qwen3_0p6b",
   "qwen3_30b_a3b",
-  "glm4p7_flash",
   "smollm3_3b",
 )
 

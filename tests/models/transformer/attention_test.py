@@ -297,10 +297,10 @@ def test_wide_norm_is_over_all_heads():
   wide = layer(q_norm=norm(16), k_norm=norm(8), wide_norm=True)
   x = jax.random.normal(jax.random.key(0), (1, 3, DIM))
   rms = lambda y: y / np.sqrt(np.mean(np.square(y), -1, keepdims=True))
-  query, key, _ = wide._project(x)
+  query, _, key, _ = wide._project(x)
   np.testing.assert_allclose(query, rms(wide.q_proj(x)).reshape(1, 3, 4, 4), rtol=1e-4)
   np.testing.assert_allclose(key, rms(wide.k_proj(x)).reshape(1, 3, 2, 4), rtol=1e-4)
-  by_head, _, _ = heads._project(x)
+  by_head, *_ = heads._project(x)
   want = rms(np.asarray(heads.q_proj(x)).reshape(1, 3, 4, 4))
   np.testing.assert_allclose(by_head, want, rtol=1e-4)
 
