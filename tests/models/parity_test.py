@@ -27,9 +27,15 @@ TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 
 
+@nnx.jit
+def call(model, tokens, **options):
+  return model(tokens, **options)
+
+
 def run(model, want):
   mask = want["mask"]
-  logits, _ = model(
+  logits, _ = call(
+    model,
     want["tokens"],
     positions=positions_from_mask(jnp.asarray(mask)),
     attention_mask=checkpoints.visible(mask),
@@ -123,10 +129,10 @@ def test_token_by_token_through_the_cache(name):
   want = checkpoints.expected(name)
   tokens, logits = want["tokens"][:1], want["logits"][:1]
   cache = model.init_cache(1, 24)
-  first, cache = model(tokens[:, :12], cache=cache)
+  first, cache = call(model, tokens[:, :12], cache=cache)
   steps = [np.asarray(first)]
   for t in range(12, tokens.shape[1]):
-    step, cache = model(tokens[:, t : t + 1], cache=cache)
+    step, cache = call(model, tokens[:, t : t + 1], cache=cache)
     steps.append(np.asarray(step))
   assert checkpoints.relative(np.concatenate(steps, 1), logits) < TOLERANCE
 
@@ -139,5 +145,5 @@ def test_packed_rows_equal_separate_rows(name):
   rows = [tokens[keep] for tokens, keep in zip(want["tokens"], valid)]
   packed = np.concatenate(rows)[None]
   segments = np.concatenate([np.full(len(r), i + 1) for i, r in enumerate(rows)])
-  logits, _ = model(packed, segment_ids=segments[None].astype(np.int32))
+  logits, _ = call(model, packed, segment_ids=segments[None].astype(np.int32))
   assert checkpoints.relative(logits[0], want["logits"][valid]) < TOLERANCE
