@@ -144,7 +144,7 @@ class Transformer(nnx.Module):
     visible = Visibility(
       index, attention_mask, segment_ids, groups, shared=shared_prompt
     )
-    routes = routing.of_call(self, x.shape[:2], visible, expert_choice)
+    routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
     if cache is not None:
       x, cache = self._run_cached(x, angles, visible, cache, routes, vectors)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
 from tunix.models.transformer.visibility import Visibility
 
@@ -63,7 +62,7 @@ def run(
     cached: None, or the layer's cache, an object with the method `recur`.
   """
   rows, tokens = jax.tree.leaves(inputs)[0].shape[:2]
-  valid = _valid(visible, rows, tokens)
+  valid = visible.valid(rows, tokens)
   if cached is not None:
     go = lambda state, inputs, own: step(
       state, inputs, own if visible.mask is None else own & valid, None
@@ -84,15 +83,3 @@ def run(
   if (ids := visible.segment_ids) is not None:
     starts = (ids != jnp.roll(ids, 1, axis=1)).at[:, 0].set(True)
   return step(empty_state(rows), inputs, valid, starts)[0], None
-
-
-def _valid(visible: Visibility, rows: int, tokens: int) -> Bool[Array, "B T"]:
-  """Returns False at the padding of a call."""
-  if visible.mask is not None:
-    own = visible.query_index[None, :, None]
-    own = jnp.broadcast_to(own, (visible.mask.shape[0], tokens, 1))
-    seen = jnp.take_along_axis(visible.mask, own, axis=2)[..., 0]
-    return jnp.broadcast_to(seen.astype(bool), (rows, tokens))
-  if visible.segment_ids is not None:
-    return visible.segment_ids != 0
-  return jnp.ones((rows, tokens), bool)

@@ -167,7 +167,7 @@ class LayerRoutes:
 
 def of_call(
   model: Any,
-  shape: tuple[int, ...],
+  shape: tuple[int, int],
   visible: Visibility,
   replay: Int[Array, "L B T k"] | None,
 ) -> Routes | None:
@@ -201,18 +201,4 @@ def of_call(
     sums=None if log is None else router.empty(moe.num_experts),
     choice=jnp.zeros(full, jnp.int32) if records else None,
   )
-  return Routes(log, replay, _counted(shape, visible), start)
-
-
-def _counted(shape: tuple[int, ...], visible: Visibility) -> Float[Array, "B T"]:
-  """Returns 1 for tokens and 0 for padding, as far as it is known.
-
-  Padding has the segment 0, or does not attend to itself.
-  """
-  if visible.segment_ids is not None:
-    return (visible.segment_ids != 0).astype(jnp.float32)
-  if visible.mask is not None:
-    own = visible.query_index[None, :, None]
-    at = jnp.broadcast_to(own, (visible.mask.shape[0], shape[1], 1))
-    return jnp.take_along_axis(visible.mask, at, axis=2)[..., 0].astype(jnp.float32)
-  return jnp.ones(shape, jnp.float32)
+  return Routes(log, replay, visible.valid(*shape).astype(jnp.float32), start)

@@ -72,6 +72,23 @@ class Visibility:
     default=None, metadata={"static": True}
   )
 
+  def valid(self, rows: int, tokens: int) -> Bool[Array, "B T"]:
+    """Returns False at the padding of a call, as far as it is known.
+
+    Padding has the segment 0, or does not attend to itself.
+
+    Args:
+      rows, tokens: sizes B and T of the call.
+    """
+    if self.segment_ids is not None:
+      return self.segment_ids != 0
+    if self.mask is None:
+      return jnp.ones((rows, tokens), bool)
+    own = self.query_index[None, :, None]
+    own = jnp.broadcast_to(own, (self.mask.shape[0], tokens, 1))
+    seen = jnp.take_along_axis(self.mask, own, axis=2)[..., 0]
+    return jnp.broadcast_to(seen.astype(bool), (rows, tokens))
+
   def queries(self) -> Tokens:
     """Returns the indices of the queries."""
     return Tokens(self.query_index, self.segment_ids, self.groups)
