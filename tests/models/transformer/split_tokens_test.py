@@ -101,7 +101,9 @@ def test_splash_equals_plain(kind, length, options):
     split = split_tokens.split_of(query, visible, window, RULES)
     assert split is not None and split.folded == (window is None)
     kernel = functools.partial(fused.splash, interpret=True)
-    run = lambda *share: kernel(*share, scale, softcap, window, split)
+    run = lambda *share, sinks: kernel(
+      *share, scale, softcap, window, split, sinks=sinks
+    )
     return split_tokens.attend(run, query, key, value, visible, split, RULES)
 
   with jax.set_mesh(make_mesh({"cp": 2})):
