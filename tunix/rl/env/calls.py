@@ -1,10 +1,10 @@
 """Concurrent calls of the user's code, each with a deadline.
 
-A call runs in a thread of its own, and a coroutine in one event loop that all of them
-share, so that a client that was made in one call still works in the next. A thread
-cannot be stopped. One that misses its deadline is left alone: it does not count among
-the calls that may run at the same time, and its answer goes to `discard` if it still
-comes.
+A call runs in a thread that no other call has, and a coroutine in one event loop that
+all of them share, so that a client that was made in one call still works in the next. A
+thread cannot be stopped. One that misses its deadline is left alone: it does not count
+among the calls that may run at the same time, and its answer goes to `discard` if it
+still comes.
 
 A coroutine that blocks keeps all others of the loop from running. It fails after
 `MOST_BLOCK_S`, or at its deadline if that is earlier, and calls that start later get
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tunix.rl.env import threads
 from tunix.rl.env.env import EnvError
 from tunix.rl.reward_outcomes import describe
 
@@ -225,10 +226,7 @@ class Calls:
       call = self._queued.popleft()
       call.deadline = time.monotonic() + self._timeout_s + call.extra_s
       self._running.add(call)
-      # A daemon, so that one that hangs does not keep the process from ending.
-      threading.Thread(
-        target=self._run, args=(call,), name="tunix environment", daemon=True
-      ).start()
+      threads.start(functools.partial(self._run, call))
 
   def _run(self, call: _Call) -> None:
     try:
@@ -330,29 +328,21 @@ _LOOPS = _Loops()
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-  """Calls a plain function in a thread of its own, without blocking the loop.
+  """Calls a plain function in a thread, without blocking the loop.
 
   An awaitable that it returns is awaited in the loop.
+
+  Raises:
+    EnvError: the function raised.
   """
-  loop = asyncio.get_running_loop()
-  future: asyncio.Future[Any] = loop.create_future()
 
-  def settle(result: Any, error: BaseException | None) -> None:
-    if future.done():  # cancelled
-      return
-    if error is None:
-      future.set_result(result)
-    else:
-      future.set_exception(error)
-
-  def run() -> None:
-    result, failure = None, None
+  def guarded() -> Any:
     try:
-      result = function()
+      return function()
+    except EnvError:
+      raise
     except BaseException as error:  # the function is the user's, as in `Calls`
-      failure = error if isinstance(error, EnvError) else EnvError(describe(error))
-    loop.call_soon_threadsafe(settle, result, failure)
+      raise EnvError(describe(error)) from error
 
-  threading.Thread(target=run, name="tunix environment", daemon=True).start()
-  result = await future
+  result = await threads.result(guarded)
   return await result if inspect.isawaitable(result) else result

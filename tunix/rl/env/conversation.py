@@ -64,7 +64,8 @@ class Conversation:
     self._ids: list[int] = []
     self._calls = 0  # of tools so far
     self._opened = False  # the prompt ends inside <think>
-    self._prompt_text = self._answer = ""  # of the last action, with special tokens
+    self._prompt_text = ""  # of the last action
+    self._drawn: list[int] = []  # the last action
 
   def observe(self, observation: Observation) -> list[int]:
     """Takes an observation; returns the ids of the prompt of the next action.
@@ -86,12 +87,11 @@ class Conversation:
 
   def act(self, ids: Sequence[int] | np.ndarray, finish_reason: str) -> Action:
     """Takes the ids that were drawn; returns them as the environment receives them."""
-    ids = [int(i) for i in ids]
+    self._drawn = ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
     ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
     kept = ids[:-1] if ended else ids
     # The marks of tool calls are special tokens in some vocabularies.
-    self._answer = self._tokenizer.decode(ids, skip_special_tokens=False)
     marked = self._tokenizer.decode(kept, skip_special_tokens=False)
     marked = self._without_frame(marked)
     action = Action(ids)
@@ -139,6 +139,11 @@ class Conversation:
       (self._tokenizer.encode(whole), kept[1]) if self._history == "split" else kept
     )
 
+  @property
+  def _answer(self) -> str:
+    """Text of the last action, with special tokens. Many episodes never need it."""
+    return self._tokenizer.decode(self._drawn, skip_special_tokens=False)
+
   def _followed_by(self, text: str) -> tuple[list[int], int]:
     added = self._tokenizer.encode_continuation(text)
     return [*self._ids, *added], len(added)
@@ -177,7 +182,8 @@ class Conversation:
     rest = whole[at:]
     if not end:
       # White space at the end of the answer was drawn; a template prints its own.
-      tail = self._answer[len(self._answer.rstrip()) :]
+      answer = self._answer
+      tail = answer[len(answer.rstrip()) :]
       shared = [n for n in range(len(tail) + 1) if rest.startswith(tail[:n])]
       return rest[shared[-1] :]
     # White space between the answer and the end of its turn was not drawn.
@@ -212,9 +218,9 @@ class Conversation:
 
   def _split_end(self) -> tuple[str, str]:
     """Returns the last answer without and with only the special token that ended it."""
-    special = self._tokenizer.special_tokens()
-    end = next((t for t in special if t and self._answer.endswith(t)), "")
-    return self._answer[: len(self._answer) - len(end)].strip(), end
+    special, answer = self._tokenizer.special_tokens(), self._answer
+    end = next((t for t in special if t and answer.endswith(t)), "")
+    return answer[: len(answer) - len(end)].strip(), end
 
   def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
     tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}

@@ -6,11 +6,11 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tunix.rl import json_schema
+from tunix.rl.env import threads
 from tunix.rl.env.tools import schema as schemas
 from tunix.rl.env.tools.results import MAX_CHARS, ToolResult, as_text, bounded
 from tunix.utils import checks
@@ -91,7 +91,7 @@ class Tool:
       return values
     if inspect.iscoroutinefunction(self.function):
       return await self._awaited(values)
-    return await _from_thread(lambda: self._called(values))
+    return await threads.result(lambda: self._called(values))
 
   def _checked(self, arguments: Mapping[str, Any] | str) -> dict[str, Any] | ToolResult:
     """Returns the arguments of the function, or the answer to wrong ones."""
@@ -236,31 +236,3 @@ def _expected(schema: Mapping[str, Any], wrong: str) -> str:
 def _shown(value: Any) -> str:
   text = repr(value)
   return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-async def _from_thread(function: Callable[[], ToolResult]) -> ToolResult:
-  """Runs a function in a new thread.
-
-  A thread of a pool would block the pool, and the end of the program, if it hangs.
-  """
-  loop = asyncio.get_running_loop()
-  future: asyncio.Future[ToolResult] = loop.create_future()
-
-  def settle(result: ToolResult | BaseException) -> None:
-    if future.done():  # cancelled
-      return
-    if isinstance(result, ToolResult):
-      future.set_result(result)
-    else:
-      future.set_exception(result)
-
-  def run() -> None:
-    try:
-      result = function()
-    except BaseException as error:  # such as KeyboardInterrupt of the user's code
-      result = error
-    if not loop.is_closed():
-      loop.call_soon_threadsafe(settle, result)
-
-  threading.Thread(target=run, name="tunix tool", daemon=True).start()
-  return await future
