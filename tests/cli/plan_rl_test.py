@@ -1,5 +1,7 @@
 """`tunix plan` of jobs that sample: the programs are those that a learner runs."""
 
+import dataclasses
+
 import pytest
 
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
@@ -117,3 +119,40 @@ def test_rollouts_of_the_engine(job, count):
   assert engine.context == 16 + 12 // 2 and engine.round_seconds is None
   assert "engine: 16 slots of at most 64 tokens, attention over rows" in str(made)
   assert "\n- cache: 64 pages of 16 tokens" in made.to_markdown()
+
+
+def test_rollouts_on_devices_of_their_own():
+  """The weights travel, and a device holds what its own programs need."""
+  words = [*GRPO, "--lora.rank=2", "--rl.rollout_mesh={tp: 2}", "--rl.schedule=lagged"]
+  made = plan_main.plan(config_lib.load(words), "cpu:8", {"fsdp": 2, "tp": 3})
+  by_name = {p.name: p for p in made.programs}
+  assert by_name["engine decode"].only_samples and by_name["engine decode"].devices == 2
+  update = by_name["actor update"]
+  assert not update.only_samples and update.devices == 6 and made.devices == 8
+  sent = made.handover
+  assert sent.mesh == {"tp": 2} and sent.lag == 1
+  # Adapters of rank 2 on all linear layers.
+  assert 0 < sent.received_bytes <= sent.trained_bytes < 100_000
+  assert "fsdp 2 x tp 3 trains, tp 2 samples" in str(made)
+  assert "go to the 2 devices that sample" in str(made)
+  timed = [dataclasses.replace(p, compute_seconds=1.0) for p in made.programs]
+  known = dataclasses.replace(sent, seconds=0.5)
+  sides = [sum(p.runs for p in timed if p.only_samples == on) for on in (True, False)]
+  lagged = dataclasses.replace(made, programs=timed, handover=known)
+  assert lagged.step_seconds == max(sides[0] + 0.5, sides[1])
+  sync = dataclasses.replace(lagged, handover=dataclasses.replace(known, lag=0))
+  assert sync.step_seconds == sum(sides) + 0.5
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--rl.rollout_mesh={tp: 8}"], "at least one must be left"),
+    (["--rl.rollout_mesh={tp: -1}"], "expected a number of devices"),
+    (["--rl.rollout_mesh={seq: 2}"], "no axis of the decoder"),
+    (["--rl.rollout_mesh={tp: 2}", "--rollout.engine=vllm"], "devices of its own"),
+  ],
+)
+def test_wrong_devices_of_rollouts(words, message):
+  with pytest.raises(ValueError, match=message):
+    plan_main.plan(config_lib.load([*GRPO, *words]), "cpu:8", {"fsdp": -1})

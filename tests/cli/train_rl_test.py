@@ -101,16 +101,19 @@ def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
 
 
 @pytest.mark.parametrize(
-  ("job", "schedule"),
+  ("job", "more"),
   [
-    ("grpo", "sync"),
-    pytest.param("ppo", "sync", marks=pytest.mark.slow),
-    ("grpo", "lagged"),
+    ("grpo", {}),
+    pytest.param("ppo", {}, marks=pytest.mark.slow),
+    # The rollouts have devices of their own.
+    (
+      "grpo",
+      {"rl__schedule": "lagged", "mesh": "{fsdp: 2}", "rl__rollout_mesh": "{tp: 6}"},
+    ),
   ],
 )
-def test_a_run_that_is_resumed_is_the_same(keys, job, schedule, tmp_path, capsys):
-  keys = keys | {"job": job, "rl__mini_batch_size": 2, "rl__shuffle_seed": 1}
-  keys = keys | {"rl__schedule": schedule}
+def test_a_run_that_is_resumed_is_the_same(keys, job, more, tmp_path, capsys):
+  keys = keys | {"job": job, "rl__mini_batch_size": 2, "rl__shuffle_seed": 1} | more
   assert train(keys, output_dir=tmp_path / "whole") == 0
   assert train(keys, training__max_steps=2) == 0
   assert train(keys) == 0

@@ -1,5 +1,7 @@
 """Every algorithm on sums that the model half knows: python -m tests.rl.learning NAME.
 
+With `--lag 4` batches are sampled four steps ahead of their update.
+
     37+48=     85
 
 The model is taught until about half of its sampled answers are right; the reward is 1
@@ -111,7 +113,7 @@ def half_taught(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def rewards(name: str, model: pathlib.Path, seed: int = 0) -> list[float]:
+def rewards(name: str, model: pathlib.Path, seed: int = 0, lag: int = 0) -> list[float]:
   """Mean reward of the rollouts of every step."""
   learner, config, rate = ALGORITHMS[name]
   updates = STEPS * UPDATES * config.num_iterations
@@ -130,6 +132,7 @@ def rewards(name: str, model: pathlib.Path, seed: int = 0) -> list[float]:
         mini_batch_size=PROMPTS // UPDATES,
         max_steps=updates,
         pbar_description=None,
+        **({"schedule": "lagged", "lag": lag} if lag else {}),
       ),
       rollout_config=RolloutConfig(
         max_prompt_length=PROMPT_LENGTH, max_tokens_to_generate=ANSWER_LENGTH, seed=seed
@@ -185,12 +188,13 @@ def main() -> None:
   options.add_argument("names", nargs="*", choices=[*ALGORITHMS, []])
   options.add_argument("--plot", type=pathlib.Path, help="a PNG to write")
   options.add_argument("--seed", type=int, default=0)
+  options.add_argument("--lag", type=int, default=0, help="of `schedule=lagged`")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
     for name in given.names or ALGORITHMS:
       start = time.process_time()
-      curve = curves[name] = rewards(name, model, seed=given.seed)
+      curve = curves[name] = rewards(name, model, given.seed, given.lag)
       spent = round(time.process_time() - start)
       record = {"algorithm": name, "cpu_s": spent, "mean_of_10": marks(curve)}
       print(json.dumps(record), flush=True)

@@ -44,6 +44,8 @@ def same_memory(a: jax.Array, b: jax.Array) -> bool:
   """Returns True if two `jax.Array` objects refer to the same buffers."""
   if a is b:
     return True
+  if isinstance(a, jax.ShapeDtypeStruct):  # a plan's, which has no buffers
+    return False
   places = [
     {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
     for x in (a, b)

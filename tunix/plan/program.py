@@ -31,6 +31,8 @@ class ProgramEstimate:
       attention. Rematerialised work counts twice.
     moved_bytes: lower bound of the memory traffic: arguments are read once and results
       written once. For one pass of a loop of unknown length: only its arguments.
+    devices: number of devices that run it.
+    only_samples: True if they do nothing but sample, see `handover.Handover`.
     runs: how often a step runs the program, or passes through its loop.
     beside_bytes: memory that the run holds on a device besides the arguments.
     collectives: communication between the devices.
@@ -50,6 +52,8 @@ class ProgramEstimate:
   flops: float
   moved_bytes: float
   collectives: tuple[Collective, ...]
+  devices: int
+  only_samples: bool = False
   runs: int = 1
   beside_bytes: int = 0
   host_bytes: int = 0
@@ -114,6 +118,7 @@ def estimate(
   passes: int | None = None,
   moved_bytes: float | None = None,
   beside_bytes: int = 0,
+  only_samples: bool = False,
 ) -> ProgramEstimate:
   """Compiles a program and estimates its memory and time.
 
@@ -125,13 +130,14 @@ def estimate(
     passes: number of passes through the program's loop, if its length is not in the
       text. The figures are of one pass then. None: the program runs once.
     moved_bytes: see ProgramEstimate; None: from the arguments and results.
-    beside_bytes: see ProgramEstimate.
+    beside_bytes, only_samples: see ProgramEstimate.
   """
   flops = hlo_flops.count_flops(record.lowered).flops
   try:
     compiled = record.compiled
   except jax.errors.JaxRuntimeError as error:
-    return _too_large(name, record, flops, beside_bytes, error)
+    failed = _too_large(name, record, flops, beside_bytes, error)
+    return dataclasses.replace(failed, devices=devices, only_samples=only_samples)
   memory: Any = compiled.memory_analysis()
   text = hlo_text.Program(compiled.as_text() or "", is_compiled=True)
   sent = collectives.read(text, devices)
@@ -139,7 +145,7 @@ def estimate(
   written = memory.output_size_in_bytes
   moved = float(memory.argument_size_in_bytes + (0 if passes else written))
   moved = moved if moved_bytes is None else moved_bytes
-  seconds: dict[str, float | None] = {}
+  seconds: dict[str, Any] = {}
   if chip is not None:
     seconds = {
       "compute_seconds": flops / devices / chip.flops,
@@ -165,6 +171,8 @@ def estimate(
     + memory.host_output_size_in_bytes
     - memory.host_alias_size_in_bytes
     + memory.host_temp_size_in_bytes,
+    devices=devices,
+    only_samples=only_samples,
     **seconds,
   )
 
@@ -223,6 +231,7 @@ def _too_large(
     flops=flops,
     moved_bytes=float(given),
     collectives=(),
+    devices=1,
     runs=record.calls,
     beside_bytes=beside_bytes,
   )

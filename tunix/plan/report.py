@@ -9,6 +9,7 @@ from typing import Any
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
 from tunix.plan.engine import EngineEstimate
+from tunix.plan.handover import Handover
 from tunix.plan.program import ProgramEstimate
 from tunix.plan.residents import gib
 from tunix.plan.rollout import Rollouts
@@ -25,7 +26,7 @@ class RunEstimate:
     model: description of the model.
     topology: name of the topology, as the user gave it.
     mesh: {axis: size}.
-    devices: number of devices of the mesh.
+    devices: number of devices, those that only sample included.
     chip: rates of a device; None: not known.
     memory_bytes: memory of a device that programs may use; None: not known.
     programs: estimates of the job's programs, the step first.
@@ -36,6 +37,7 @@ class RunEstimate:
       rollouts with all updates on it.
     rollouts: estimate of sampling by the padded sampler; None: it samples nothing.
     engine: estimate of sampling by the engine; None: it samples nothing.
+    handover: devices that only sample, and the weights they receive; None: none.
     advice: settings that fill the chips or make the run fit; None: not searched.
     shipped: message about the compiled programs that were written; None: none were.
   """
@@ -53,6 +55,7 @@ class RunEstimate:
   steps: int | None = None
   rollouts: Rollouts | None = None
   engine: EngineEstimate | None = None
+  handover: Handover | None = None
   advice: str | None = None
   shipped: str | None = None
 
@@ -68,14 +71,25 @@ class RunEstimate:
 
   @property
   def step_seconds(self) -> float | None:
-    """Lower bound of a step's duration: the sum over its programs and their runs."""
+    """Lower bound of a step's duration: the sum over its programs and their runs.
+
+    If devices sample ahead of the updates, the slower side decides.
+    """
     if not self.tokens:
       return None
-    if not self.tokens:
+    sides = {True: 0.0, False: 0.0}
+    for p in self.programs:
+      if p.name == "evaluation":
+        continue
+      if p.seconds is None:
+        return None
+      sides[p.only_samples] += p.seconds * p.runs
+    if self.handover is None:
+      return sum(sides.values())
+    if self.handover.seconds is None:
       return None
-    parts = [(p.seconds, p.runs) for p in self.programs if p.name != "evaluation"]
-    known = [seconds * runs for seconds, runs in parts if seconds is not None]
-    return sum(known) if len(known) == len(parts) else None
+    sides[True] += self.handover.seconds
+    return max(sides.values()) if self.handover.lag else sum(sides.values())
 
   @property
   def mfu(self) -> float | None:
@@ -110,6 +124,7 @@ class RunEstimate:
       "programs": [program.to_json() for program in self.programs],
       "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
       "engine": None if self.engine is None else dataclasses.asdict(self.engine),
+      "handover": self.handover and dataclasses.asdict(self.handover),
       **{name: getattr(self, name) for name in derived},
     }
 
@@ -130,7 +145,9 @@ class RunEstimate:
     return "\n".join([f"# {title}", "", where, "", head, line, *rows, "", *lists])
 
   def _head(self) -> list[str]:
-    mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+    mesh = _axes(self.mesh)
+    if self.handover is not None:
+      mesh += f" trains, {_axes(self.handover.mesh)} samples"
     kind = "" if self.chip is None else f" {self.chip.kind}"
     return [
       f"{self.job}: {self.model}",
@@ -152,7 +169,7 @@ class RunEstimate:
           gib(p.temporary_bytes),
           gib(p.peak_bytes),
           gib(p.beside_bytes),
-          f"{p.flops / self.devices / 1e12:,.2f}",
+          f"{p.flops / p.devices / 1e12:,.2f}",
           gib(received),
           "?" if p.seconds is None else f"{p.seconds * 1e3:,.1f} ms, {p.limited_by}",
         ]
@@ -204,6 +221,8 @@ class RunEstimate:
       lines.append(str(self.rollouts))
     if self.engine is not None:
       lines += self.engine.lines()
+    if self.handover is not None:
+      lines.append(str(self.handover))
     if self.chip_hours is not None and self.step_seconds and self.steps:
       hours = self.steps * self.step_seconds / 3600
       lines.append(
@@ -211,6 +230,10 @@ class RunEstimate:
         "chip-hours, without evaluations and checkpoints"
       )
     return [*lines, *filter(None, (self.advice, self.shipped))]
+
+
+def _axes(mesh: dict[str, int]) -> str:
+  return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def _joined(row: list[str], widths: list[int]) -> str:

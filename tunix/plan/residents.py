@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from tunix.perf import programs
 from tunix.perf.programs import ProgramRecord
@@ -42,6 +43,15 @@ def beside(
     name: sum(size for leaf, size in held.items() if leaf not in leaves)
     for name, leaves in taken.items()
   }
+
+
+def is_on(record: ProgramRecord, mesh: Mesh | None) -> bool:
+  """Returns True if a program runs on the devices of a mesh, and on no others."""
+  if mesh is None:
+    return False
+  leaves = programs.shapes_in((*record.args, record.result))
+  found = [x.sharding.device_set for x in leaves if x.sharding is not None]
+  return bool(found) and set.union(*found) == set(mesh.devices.flat)
 
 
 def gib(size: float) -> str:

@@ -55,18 +55,19 @@ class Topology:
       return None
     return (self.devices[0].memory_stats() or {}).get("bytes_limit")
 
-  def mesh(self, axes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh over all devices.
+  def mesh(self, axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Returns a mesh over all devices, or some of them.
 
     Args:
       axes: {axis: size}. One size may be -1: all devices that the others leave.
+      devices: some of the devices; None: all.
 
     Raises:
       ValueError: the product of the sizes is not the number of devices, or JAX cannot
         lay the mesh over the slice.
     """
     try:
-      return mesh_lib.create_mesh(axes, self.devices)
+      return mesh_lib.create_mesh(axes, self.devices if devices is None else devices)
     except NotImplementedError as error:
       raise ValueError(
         f"mesh is {dict(axes)}, which JAX cannot lay over {self.name}: each axis takes "

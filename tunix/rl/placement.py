@@ -282,7 +282,8 @@ def _matched(
     # The cast comes before the stamps, because stamps compare bits: bfloat16 weights
     # never have the bits of float32 weights.
     if not backbone.same_memory(x, held[path]):
-      out[path] = x.astype(held[path].dtype)
+      is_equal = x.dtype == held[path].dtype
+      out[path] = x if is_equal else x.astype(held[path].dtype)
   return out
 
 

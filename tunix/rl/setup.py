@@ -11,6 +11,7 @@ from tunix.models import calling
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.module_state import is_lora
@@ -97,7 +98,7 @@ def _check_processes(cluster: RLCluster) -> None:
         "with several processes every role needs a mesh over all devices; set it with "
         "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
       )
-  if cluster.cluster_config.rollout_engine not in ("vanilla", "padded"):
+  if cluster.cluster_config.rollout_engine not in vanilla_rollout.NAMES:
     raise ValueError(
       f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
       'processes expected "vanilla" or "padded"'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,21 +35,7 @@ def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
     TypeError: the mesh is no mapping, or a size is no number.
     ValueError: names the axis or the batch size, and a value that fits.
   """
-  if not isinstance(mesh, Mapping):
-    raise TypeError(
-      f"mesh is {mesh!r}; expected sizes by axis. Give a mapping such as "
-      "{'fsdp': 4, 'tp': 2}."
-    )
-  for axis, size in mesh.items():
-    if axis not in MESH_AXES:
-      raise ValueError(
-        f"mesh.{axis} is no axis of the decoder's sharding: use {', '.join(MESH_AXES)}"
-      )
-    checks.number(f"mesh.{axis}", size, whole=True)
-    if size < 1 and size != -1:
-      raise ValueError(
-        f"mesh.{axis} is {size}; expected at least 1, or -1 for all remaining devices"
-      )
+  _check_axes("mesh", mesh)
   axes = data_axes(mesh)
   shards = math.prod(max(1, mesh[axis]) for axis in axes)
   for key, rows in batch_rows.items():
@@ -58,6 +45,65 @@ def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
         f"{key} is {rows} and does not divide over the {shards} shards of the "
         f"mesh ({sizes}): make it a multiple of {shards}"
       )
+
+
+def check_rollout(mesh: dict[str, int]) -> None:
+  """Refuses unknown axes, and sizes that are not given, of devices that only sample.
+
+  Raises:
+    TypeError, ValueError: see `check`.
+  """
+  _check_axes("rl.rollout_mesh", mesh)
+  for axis, size in mesh.items():
+    if size == -1:
+      raise ValueError(
+        f"rl.rollout_mesh.{axis} is -1; expected a number of devices. `mesh` takes "
+        "those that are left"
+      )
+
+
+def _check_axes(key: str, mesh: dict[str, int]) -> None:
+  if not isinstance(mesh, Mapping):
+    raise TypeError(
+      f"{key} is {mesh!r}; expected sizes by axis. Give a mapping such as "
+      "{'fsdp': 4, 'tp': 2}."
+    )
+  for axis, size in mesh.items():
+    if axis not in MESH_AXES:
+      raise ValueError(
+        f"{key}.{axis} is no axis of the decoder's sharding: use {', '.join(MESH_AXES)}"
+      )
+    checks.number(f"{key}.{axis}", size, whole=True)
+    if size < 1 and size != -1:
+      raise ValueError(
+        f"{key}.{axis} is {size}; expected at least 1, or -1 for all remaining devices"
+      )
+
+
+def divided(
+  rollout: Mapping[str, int], devices: Sequence[Any]
+) -> tuple[Sequence[Any], Mesh | None]:
+  """Divides devices into those of the key `mesh` and those that only sample.
+
+  Args:
+    rollout: sizes by axis of the devices that sample; {}: the others sample too.
+    devices: all devices, of which the last ones sample.
+
+  Returns:
+    (devices of the key `mesh`, mesh of the others or None).
+
+  Raises:
+    ValueError: no device would be left to train.
+  """
+  if not rollout:
+    return devices, None
+  count = math.prod(rollout.values())
+  if count >= len(devices):
+    raise ValueError(
+      f"rl.rollout_mesh is {dict(rollout)}, which takes {count} of {len(devices)} "
+      "devices; at least one must be left to train. Make an axis smaller"
+    )
+  return devices[:-count], mesh_lib.create_mesh(rollout, devices[-count:])
 
 
 def check_length(mesh: dict[str, int], keys: str, tokens: int) -> None:
@@ -91,7 +137,10 @@ def process_part(mesh: dict[str, int]) -> tuple[int, int]:
 
 
 def build(
-  mesh: dict[str, int], batch_rows: dict[str, int], length: tuple[str, int]
+  mesh: dict[str, int],
+  batch_rows: dict[str, int],
+  length: tuple[str, int],
+  devices: Sequence[Any] | None = None,
 ) -> Mesh | None:
   """Builds the mesh over all devices; None for an empty mesh.
 
@@ -99,6 +148,7 @@ def build(
     mesh: sizes by axis.
     batch_rows: rows of batches by key, as for `check`.
     length: keys and tokens of a row, as for `check_length`.
+    devices: the devices; None: all of them.
 
   Raises:
     ValueError: the sizes do not fit the devices, or batches or rows do not divide over
@@ -106,7 +156,7 @@ def build(
   """
   if not mesh:
     return None
-  device_mesh = mesh_lib.create_mesh(mesh)
+  device_mesh = mesh_lib.create_mesh(mesh, devices)
   # With -1 resolved, the batches are checked again.
   sizes = {axis: int(size) for axis, size in device_mesh.shape.items()}
   check(sizes, batch_rows)

@@ -27,6 +27,7 @@ from tunix.perf import programs
 from tunix.perf.chips import Chip
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import (
+  handover,
   program,
   residents,
   rl,
@@ -141,16 +142,22 @@ def plan(
   key = None if ship_key is None else _ship_key(ship_key, ship)
   job = JOBS[config.job]
   where = topology_lib.find(topology)
-  grid = where.mesh(mesh or config.mesh or {"fsdp": -1})
+  devices, sampling = mesh_axes.divided(config.rollout_axes, where.devices)
+  if sampling is not None and ship is not None:
+    raise ValueError(
+      f"--ship is {ship!r} and rl.rollout_mesh {config.rollout_axes}; programs of two "
+      "meshes are not shipped. Leave one of them out"
+    )
+  grid = where.mesh(mesh or config.mesh or {"fsdp": -1}, devices)
   config = settled(config, {axis: int(size) for axis, size in grid.shape.items()})
   job.check(config)
   with contextlib.ExitStack() as held:
     if ship is not None:
       cache = held.enter_context(tempfile.TemporaryDirectory())
       held.enter_context(shipped.cache_in(cache))
-    trainer = _trainer(config, grid)
+    trainer = _trainer(config, grid, sampling)
     records = _records(config, trainer, grid)
-    out = _estimate(config, trainer, records, grid, where)
+    out = _estimate(config, trainer, records, grid, where, sampling)
     if ship is not None:
       message = _ship(ship, cache, config, trainer, grid, records, out.fits, key)
       out = dataclasses.replace(out, shipped=message)
@@ -163,16 +170,20 @@ def _estimate(
   records: dict[str, ProgramRecord],
   mesh: Mesh,
   where: topology_lib.Topology,
+  sampling: Mesh | None,
 ) -> RunEstimate:
   """Compiles the programs of a step and collects the figures of the run."""
-  planned = _planned(config, records, mesh, where.chip)
+  planned = _planned(config, records, mesh, where.chip, sampling)
   job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
   sizes, of_roles = loading.ModelLoader(config).sizes(), _trainers(trainer)
   updates = max(one.calls for name, one in records.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
-  sampled = None
+  sampled = sent = None
+  if sampling is not None and isinstance(config, RLRun):
+    lag = config.rl.staleness
+    sent = handover.of_cluster(trainer.rl_cluster, sampling, where.chip, lag)
   if DECODE in records:
     context = _load(config, records).context
     sampled = EngineRecords(records).estimate(planned, where.memory_bytes, context)
@@ -181,7 +192,7 @@ def _estimate(
     model=plan_serve.describe(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
-    devices=mesh.size,
+    devices=len(where.devices),
     chip=where.chip,
     memory_bytes=where.memory_bytes,
     programs=[*planned.values()],
@@ -193,6 +204,7 @@ def _estimate(
     rollouts=loop
     and rollout.of_loop(records[LOOP], loop, where.memory_bytes, records.get(OPENING)),
     engine=sampled,
+    handover=sent,
   )
 
 
@@ -258,13 +270,22 @@ def _trainers(trainer: Any) -> dict[str, Any]:
 
 
 def _planned(
-  config: RunSettings, records: dict[str, ProgramRecord], mesh: Mesh, chip: Chip | None
+  config: RunSettings,
+  records: dict[str, ProgramRecord],
+  mesh: Mesh,
+  chip: Chip | None,
+  sampling: Mesh | None,
 ) -> dict[str, ProgramEstimate]:
   """Returns {name: estimate} of the programs of a step."""
   elsewhere = [MIXED, DECODE, *HELPERS]  # the engine frees its cache after each call
   if isinstance(config, RLRun) and config.rl.offload_to_cpu:
     elsewhere += OTHERS
-  beside = residents.beside(records, elsewhere)
+  sides: dict[bool, dict[str, ProgramRecord]] = {False: {}, True: {}}
+  for name, one in records.items():
+    sides[residents.is_on(one, sampling)][name] = one
+  beside = {
+    k: v for x in sides.values() for k, v in residents.beside(x, elsewhere).items()
+  }
   passes: dict[str, int] = {}
   moved: dict[str, float] = {}
   if LOOP in records:
@@ -277,11 +298,12 @@ def _planned(
     name: program.estimate(
       name,
       one,
-      mesh.size,
+      (sampling if sampling is not None and name in sides[True] else mesh).size,
       chip,
       passes=passes.get(name),
       moved_bytes=moved.get(name),
       beside_bytes=beside[name],
+      only_samples=name in sides[True],
     )
     for name, one in records.items()
     if one.gives_arrays and name not in HELPERS
@@ -301,8 +323,8 @@ def _load(config: RunSettings, records: dict[str, ProgramRecord]) -> Load:
   )
 
 
-def _trainer(config: RunSettings, mesh: Mesh) -> Any:
-  """Builds the trainer or learner of a job from shapes on the mesh."""
+def _trainer(config: RunSettings, mesh: Mesh, sampling: Mesh | None = None) -> Any:
+  """Builds the trainer or learner of a job from shapes on its meshes."""
   rate = optimizer.build_schedule(config)
   tx = optimizer.build_optimizer(config, rate)  # runs once, which needs real devices
   with mesh_lib.use_mesh(mesh), programs.recording():
@@ -312,6 +334,7 @@ def _trainer(config: RunSettings, mesh: Mesh) -> Any:
       tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=tx,
       mesh=mesh,
+      rollout_mesh=sampling,
       output_dir=None,
       learning_rate=rate,
       of_shapes=True,

@@ -169,6 +169,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
       tokenizer=prepared.tokenizer,
       optimizer=prepared.optimizer,
       mesh=mesh,
+      rollout_mesh=prepared.rollout_mesh,
       output_dir=folder.path if keeps else None,
       learning_rate=prepared.learning_rate,
     )

@@ -31,6 +31,7 @@ class Loaded:
     tokenizer: tokenizer of all models; in a plan one without a vocabulary.
     optimizer: optimizer of the model.
     mesh: mesh of all models; None: one device.
+    rollout_mesh: mesh of devices that only sample; None: those of `mesh` do.
     output_dir: folder of the run; None: nothing is written (a plan, or a call from
       Python without a folder).
     learning_rate: rate or schedule, for the metric of that name.
@@ -44,6 +45,7 @@ class Loaded:
   mesh: Mesh | None
   output_dir: pathlib.Path | None
   learning_rate: float | Schedule
+  rollout_mesh: Mesh | None = None
   of_shapes: bool = False
 
   def training_options(self) -> dict[str, Any]:

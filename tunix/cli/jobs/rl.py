@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.cli.build import optimizer, rewards, training
 from tunix.cli.build.environments import make_env
@@ -58,7 +59,7 @@ def build_learner(run: Loaded) -> RLLearner:
     actor=run.model,
     tokenizer=run.tokenizer,
     cluster_config=ClusterConfig(
-      role_to_mesh=None if run.mesh is None else {Role.ACTOR: run.mesh},
+      role_to_mesh=_meshes(run),
       rollout_engine=config.rollout.engine,
       # Shapes cannot be moved: a plan counts offloaded models by itself.
       offload_to_cpu=roles.offload_to_cpu and not run.of_shapes,
@@ -86,6 +87,21 @@ def build_learner(run: Loaded) -> RLLearner:
     return learner
   samples = config.samples.samples(run.output_dir / "samples")
   return learner if samples is None else learner.with_samples(samples)
+
+
+def _meshes(run: Loaded) -> dict[Role, Mesh] | None:
+  """Returns the mesh of the actor, and that of the rollouts if it is another one.
+
+  Raises:
+    ValueError: rollouts have devices of their own, and no mesh has the others.
+  """
+  meshes = {Role.ACTOR: run.mesh, Role.ROLLOUT: run.rollout_mesh}
+  if run.mesh is None and run.rollout_mesh is not None:
+    raise ValueError(
+      f"rl.rollout_mesh is {run.config.rollout_axes} and mesh is not set; expected the "
+      "axes of the devices that train. Set mesh to {fsdp: -1}"
+    )
+  return {role: mesh for role, mesh in meshes.items() if mesh is not None} or None
 
 
 def _episodes(run: Loaded) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
+from tunix.cli.build import mesh as mesh_axes
 from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
@@ -57,7 +58,7 @@ class RolloutSettings(RolloutConfig):
     super().__post_init__()
     checks.fields(self, eval_temperature=checks.NOT_NEGATIVE)
     setup.check_exploring(self)
-    if self.engine in ("vanilla", "padded"):
+    if self.engine in vanilla_rollout.NAMES:
       vanilla_rollout.check_options(self)
 
 
@@ -72,13 +73,17 @@ class RLSettings(ScheduleSettings, PromptSizes):
       they are not shuffled.
     offload_to_cpu: keeps reference, reward model and critic in host memory between
       uses.
+    rollout_mesh: number of devices by axis, of devices that only sample: {tp: 4}. They
+      are the last ones, and `mesh` has the others. {}: the devices of `mesh` sample.
   """
 
   reference: str | None = model_setting("reference")
   shuffle_seed: int | None = None
   offload_to_cpu: bool = setting(False, may_change=True)
+  rollout_mesh: dict[str, int] = setting(default_factory=dict, may_change=True)
 
   def __post_init__(self):
+    mesh_axes.check_rollout(self.rollout_mesh)
     ScheduleSettings.__post_init__(self)
     PromptSizes.__post_init__(self)
     checks.fields(self, shuffle_seed=checks.SEED)
@@ -167,7 +172,12 @@ class RLRun(RunSettings):
         f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "
         "with no reference. Set algorithm.beta, or leave rl.reference out"
       )
-
+    if self.rl.rollout_mesh and self.rollout.engine not in vanilla_rollout.NAMES:
+      raise ValueError(
+        f"rl.rollout_mesh is {self.rl.rollout_mesh} and rollout.engine "
+        f"{self.rollout.engine!r}, which has devices of its own. Leave rl.rollout_mesh "
+        "out, or set rollout.engine to vanilla"
+      )
     if self.env is not None and (self.data.template_args or self.data.chat is False):
       raise ValueError(
         "env is set and data.chat or data.template_args, which have no effect on the "
@@ -179,6 +189,11 @@ class RLRun(RunSettings):
         "episode has limits and env is not set, so there are no episodes. Set env, or "
         "leave episode out"
       )
+
+  @property
+  def rollout_axes(self) -> dict[str, int]:
+    """See `RunSettings`."""
+    return self.rl.rollout_mesh
 
   def kind(self, *, training: bool) -> Kind:
     """Returns the kind of the records: prompts with columns."""

@@ -39,7 +39,7 @@ def describe_run(
     _model(run, model),
     *(f"{name} data: {report}" for name, report in data.reports.items()),
     f"{job.batch(config)}; {steps}",
-    _devices(run.mesh),
+    _devices(run),
     f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}"
     if keeps
     else "nothing is written: no output_dir is given",
@@ -85,6 +85,7 @@ def as_json(run: Prepared, model: Transformer) -> dict[str, Any]:
   """Describes model, data, devices and versions as JSON types, for the run's page."""
   kinds = sorted({device.device_kind for device in jax.devices()})
   used = 1 if run.mesh is None else run.mesh.size
+  used += 0 if run.rollout_mesh is None else run.rollout_mesh.size
   axes = {} if run.mesh is None else run.mesh.shape
   versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
   return {
@@ -110,10 +111,17 @@ def _model(run: Prepared, model: Transformer) -> str:
   return f"{parameters}\n{describe_precision(run.config, model)}"
 
 
-def _devices(mesh: Mesh | None) -> str:
+def _axes(mesh: Mesh) -> str:
+  return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+
+
+def _devices(run: Prepared) -> str:
   kind, count = jax.devices()[0].platform, jax.device_count()
-  if mesh is not None:
-    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    return f"devices: {count} {kind} ({sizes})"
+  if run.mesh is not None:
+    meshes = (
+      _axes(run.mesh),
+      run.rollout_mesh and f"{_axes(run.rollout_mesh)} samples",
+    )
+    return f"devices: {count} {kind} ({'; '.join(filter(None, meshes))})"
   unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
   return f"devices: 1 {kind}{unused}"

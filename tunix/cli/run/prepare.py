@@ -32,6 +32,8 @@ class Prepared:
     config: settled settings.
     folder: folder of the run.
     mesh: mesh over all devices; None: one device, or a dry run of several processes.
+    rollout_mesh: mesh of devices that only sample, which `mesh` does not have then;
+      None: there are none.
     tokenizer: tokenizer of the run.
     data: checked data.
     optimizer: optimizer of the model.
@@ -41,6 +43,7 @@ class Prepared:
   config: RunSettings
   folder: RunFolder
   mesh: Mesh | None
+  rollout_mesh: Mesh | None
   tokenizer: TokenizerAdapter
   data: RunData
   optimizer: optax.GradientTransformation
@@ -69,10 +72,12 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
       key = None if file is None else shipped.read_key("compilation_cache_key", file)
       shipped.use_cache(cache.absolute(), key)
     processes.start(config)
-  mesh = None
+  mesh = rollout_mesh = None
   if join or config.distributed.coordinator is None:
     length = JOBS[config.job].length(config)
-    mesh = mesh_axes.build(config.mesh, config.training.batch_rows, length)
+    devices, rollout_mesh = mesh_axes.divided(config.rollout_axes, jax.devices())
+    rows = config.training.batch_rows
+    mesh = mesh_axes.build(config.mesh, rows, length, devices)
   if jax.process_index() == 0:
     lock.check(folder.path)
   config, tokenizer, data = settle(config, folder.scans())
@@ -84,6 +89,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
     config=config,
     folder=folder,
     mesh=mesh,
+    rollout_mesh=rollout_mesh,
     tokenizer=tokenizer,
     data=data,
     optimizer=tx,

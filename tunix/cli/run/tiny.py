@@ -76,8 +76,10 @@ def layer(config: RunSettings) -> dict[str, Any]:
   _simulate_devices()
   output = f"{config.output_dir.rstrip('/')}-tiny"
   model = str(write_model(config, pathlib.Path(output) / "model"))
-  mesh = fitted_mesh(config.mesh, jax.device_count())
-  shards = _shards(mesh)
+  rollout = fitted_mesh(config.rollout_axes, jax.device_count() // 2, fills=False)
+  devices = jax.device_count() - (math.prod(rollout.values()) if rollout else 0)
+  mesh = fitted_mesh(config.mesh, devices)
+  shards = _shards(mesh, devices)
   current = keys.flatten(config)
   values: dict[str, Any] = {
     "output_dir": output,
@@ -110,6 +112,8 @@ def layer(config: RunSettings) -> dict[str, Any]:
     for key in sizes
     if key.endswith("_size") and current.get(key) is not None
   }
+  if rollout:
+    changed["rl.rollout_mesh"] = rollout
   for key, value in changed.items():
     section, _, name = key.partition(".")
     values.setdefault(section, {})[name] = value
@@ -155,7 +159,9 @@ def make_tokenizer() -> TokenizerAdapter:
   )
 
 
-def fitted_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
+def fitted_mesh(
+  mesh: Mapping[str, int], devices: int, *, fills: bool = True
+) -> dict[str, int]:
   """Returns the mesh with its largest axes halved until it fits the devices.
 
   The first axis that splits batches is multiplied by the devices that are left over,
@@ -164,12 +170,13 @@ def fitted_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
   Args:
     mesh: sizes by axis.
     devices: number of devices.
+    fills: if False, devices may be left over.
   """
   sizes = dict(mesh)
   while (used := math.prod(max(1, size) for size in sizes.values())) > devices:
     largest = max(sizes, key=lambda axis: sizes[axis])
     sizes[largest] //= 2
-  if -1 not in sizes.values() and (splitting := mesh_axes.data_axes(sizes)):
+  if fills and -1 not in sizes.values() and (splitting := mesh_axes.data_axes(sizes)):
     sizes[splitting[0]] *= devices // used
   return sizes
 
@@ -180,10 +187,10 @@ def _simulate_devices() -> None:
     jax.config.update("jax_num_cpu_devices", _DEVICES)
 
 
-def _shards(mesh: Mapping[str, int]) -> int:
+def _shards(mesh: Mapping[str, int], devices: int) -> int:
   """Returns the number of devices that split the batch axis, with -1 resolved."""
   named = math.prod(size for size in mesh.values() if size > 0)
-  sizes = {a: n if n > 0 else jax.device_count() // named for a, n in mesh.items()}
+  sizes = {a: n if n > 0 else devices // named for a, n in mesh.items()}
   return math.prod(sizes[axis] for axis in mesh_axes.data_axes(sizes))
 
 

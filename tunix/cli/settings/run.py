@@ -397,6 +397,11 @@ class RunSettings(abc.ABC):
     """True if records may be left out."""
     return self.data.overlong == "drop"
 
+  @property
+  def rollout_axes(self) -> dict[str, int]:
+    """Sizes by axis of the devices that only sample; {}: there are none."""
+    return {}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamRun(RunSettings):

@@ -15,6 +15,8 @@ from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
+# Engines of this library, which sample on the devices of a mesh.
+NAMES = ("vanilla", "padded")
 _log = logging.getLogger(__name__)
 
 
