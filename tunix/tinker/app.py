@@ -276,8 +276,10 @@ def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
   return {
     "type": "create_session",
     "session_id": service.create_session(call.tenant, metadata),
-    "info_message": "this service adapts attention and feed-forward layers; "
-    "train_unembed has no effect",
+    # The SDK logs a warning, which Python prints. Its client sets train_unembed by
+    # default, so a refusal would break every program.
+    "warning_message": "this service adapts attention and feed-forward layers, and not "
+    "the unembedding: train_unembed=True has no effect",
   }
 
 
