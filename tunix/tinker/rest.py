@@ -199,7 +199,7 @@ def _finish_session(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 
 def _sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
-  record = service.sampler(call.tenant, call.query["sampler"])
+  record = service.sampling.record(call.tenant, call.query["sampler"])
   return {
     "sampler_id": record["id"],
     "base_model": record["base_model"],
