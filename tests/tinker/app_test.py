@@ -1,6 +1,9 @@
 """The routes without the SDK: access, JSON bodies, limits and errors."""
 
 import asyncio
+import importlib.util
+import pathlib
+import re
 
 import httpx
 import pytest
@@ -10,7 +13,7 @@ from tests.tinker.serving import base
 from tunix.cli.commands import serve
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
-from tunix.tinker import app as tinker_app
+from tunix.tinker import app as tinker_app, requests, rest
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 
@@ -145,6 +148,8 @@ def test_refusals_have_names(clients):
   for answer, word in (
     (ann.post("create_custom_loss"), "forward_backward_custom"),
     (ann.post("save_weights_external"), "external weights"),
+    (ann.post("sessions/search"), "search of sessions"),
+    (ann("PUT", f"sessions/{session}/project", {}), "projects"),
     (ann("POST", f"training_runs/{model}/checkpoints/weights/x/publish"), "public"),
     (ann.post("create_model", **fields, optimizer_config=optimizer), "dimuon"),
     (
@@ -167,6 +172,23 @@ def test_refusals_have_names(clients):
     ann.post("optim_step", model_id=model, seq_id=number, adam_params={})
   full = ann.post("optim_step", model_id=model, seq_id=6, adam_params={})
   assert full.status_code == 429 and full.headers["Retry-After"]
+
+
+def test_each_route_of_the_sdk_is_served_or_refused_by_name():
+  found = importlib.util.find_spec("tinker")
+  if found is None:
+    pytest.skip("the SDK is not installed")
+  (folder,) = found.submodule_search_locations
+  called = set()
+  for file in pathlib.Path(folder).rglob("*.py"):
+    if not file.name.endswith("_test.py"):
+      called |= set(re.findall(r'"/api/v1/([^"?]+)"', file.read_text("utf-8")))
+  assert len(called) > 30
+  served = ["retrieve_future", *(path for _, path in requests.ROUTES | rest.ROUTES)]
+  known = [re.sub(r"{\w+(:path)?}", ".+", x) for x in served]
+  for path in called:
+    sent = re.sub(r"{.*?}", "x", path)
+    assert any(re.fullmatch(x, sent) for x in known), path
 
 
 def test_the_settings_of_the_command(tmp_path):

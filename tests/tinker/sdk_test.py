@@ -11,6 +11,7 @@ import pytest
 from tests.tinker.serving import KEY, base, rows, server
 from tunix.models import lora
 from tunix.tinker import AdamParams, Datum, SamplingParams, ServiceClient
+from tunix.utils import tree
 
 tinker = pytest.importorskip("tinker")
 PROMPT = [3, 4, 5]
@@ -22,6 +23,15 @@ def served(tmp_path_factory):
     client = tinker.ServiceClient(base_url=url, api_key=KEY)
     yield url, service, client
     client.close("success").result()
+
+
+def test_a_client_is_warned_that_the_unembedding_is_not_adapted(served, caplog):
+  url, _, _ = served
+  client = tinker.ServiceClient(base_url=url, api_key=KEY)
+  client.holder.get_session_id()  # the session is made in another thread
+  client.close("success").result()
+  (record,) = [x for x in caplog.records if "train_unembed=True has no" in x.message]
+  assert record.levelname == "WARNING"
 
 
 def datums(seed, *lengths):
@@ -82,6 +92,44 @@ def test_chunks_arrive_in_any_order_and_forward_passes_change_nothing(served):
   client.holder._client_config = config
   assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5)
   assert norms[0][1]["loss:sum"] == pytest.approx(norms[1][1]["loss:sum"], rel=1e-6)
+
+
+def test_a_custom_loss_of_torch_has_the_gradient_of_the_built_in_one(served):
+  torch = pytest.importorskip("torch", reason="the SDK's custom losses need torch")
+  _, service, client = served
+  rng = np.random.default_rng(0)
+  data = [
+    tinker.Datum(
+      model_input=tinker.ModelInput.from_ints(x.tolist()),
+      loss_fn_inputs={
+        "target_tokens": y,
+        "logprobs": rng.normal(-6, 0.1, len(y)).astype(np.float32),
+        "advantages": rng.normal(size=len(y)).astype(np.float32),
+      },
+    )
+    for x, y in rows(0, 9, 5, 12)
+  ]
+
+  def loss(data, logprobs):
+    total = 0.0
+    for datum, logps in zip(data, logprobs):
+      known = {k: x.to_torch() for k, x in datum.loss_fn_inputs.items()}
+      total -= (torch.exp(logps - known["logprobs"]) * known["advantages"]).sum()
+    return total, {"rows": len(data)}
+
+  found = []
+  for is_custom in (False, True):
+    trainer = client.create_lora_training_client("toy", rank=4, seed=3).result()
+    if is_custom:
+      out = trainer.forward_backward_custom(data, loss).result()
+    else:
+      out = trainer.forward_backward(data, "importance_sampling").result()
+    gradient = service.run("local", trainer.model_id).state.gradient
+    found.append((out.metrics["loss:sum"], tree.flatten(gradient)))
+  for name, expected in found[0][1].items():
+    scale = float(np.abs(expected).max())
+    np.testing.assert_allclose(found[1][1][name], expected, rtol=0, atol=1e-6 * scale)
+  assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
 
 
 def test_the_loop_of_reinforcement_learning(served):

@@ -48,14 +48,14 @@ def send_all(made, tenant, model):
   """Sends the requests of a training loop, as a client that tries again does."""
   for step in range(STEPS):
     number = 2 * step + 1
-    made.forward_backward(tenant, model, number, row(step), "cross_entropy")
-    made.optim_step(tenant, model, number + 1, {"learning_rate": 1e-2})
+    made.training.forward_backward(tenant, model, number, row(step), "cross_entropy")
+    made.training.optim_step(tenant, model, number + 1, {"learning_rate": 1e-2})
 
 
 def final(made, tenant, model):
   last = 2 * STEPS
   assert made.wait(tenant, f"{model}:{last}", 60).error is None
-  made.save_weights(tenant, model, last + 1, "final")
+  made.training.save_weights(tenant, model, last + 1, "final")
   saved = made.wait(tenant, f"{model}:{last + 1}", 60)
   return made.store.arrays(made.place(tenant, saved.values["path"]))
 
@@ -118,13 +118,13 @@ def test_states_and_results_survive_a_restart(tmp_path):
   assert np.array_equal(after.arrays["logprobs"], before.arrays["logprobs"])
   assert two.result("a", future).values == {"model_id": model, "type": "create_model"}
   # A repeated request changes nothing; another one of its number is refused.
-  two.optim_step("a", model, 2 * STEPS, {"learning_rate": 1e-2})
-  two.optim_step("a", model, 2 * STEPS + 1, {"learning_rate": 0.5})
+  two.training.optim_step("a", model, 2 * STEPS, {"learning_rate": 1e-2})
+  two.training.optim_step("a", model, 2 * STEPS + 1, {"learning_rate": 0.5})
   with pytest.raises(ConflictError, match="sent before with other contents"):
-    two.optim_step("a", model, 2 * STEPS + 1, {"learning_rate": 0.25})
+    two.training.optim_step("a", model, 2 * STEPS + 1, {"learning_rate": 0.25})
   assert "no gradient" in two.wait("a", f"{model}:{2 * STEPS + 1}", 60).error
   arrays = two.store
-  two.save_weights("a", model, 2 * STEPS + 2, "x")
+  two.training.save_weights("a", model, 2 * STEPS + 2, "x")
   path = two.wait("a", f"{model}:{2 * STEPS + 2}", 60).values["path"]
   assert int(arrays.arrays(two.place("a", path))["optimizer.0"]) == STEPS
   two.close()
@@ -138,10 +138,10 @@ def test_results_that_were_retrieved_are_dropped(tmp_path):
   send_all(made, "a", model)
   for number in range(1, 2 * STEPS + 1):
     assert made.wait("a", f"{model}:{number}", 60).error is None
-  made.forward_backward("a", model, 9, row(), "cross_entropy")
-  made.optim_step("a", model, 10, {})
-  made.forward_backward("a", model, 11, row(), "cross_entropy")
-  made.optim_step("a", model, 12, {})
+  made.training.forward_backward("a", model, 9, row(), "cross_entropy")
+  made.training.optim_step("a", model, 10, {})
+  made.training.forward_backward("a", model, 11, row(), "cross_entropy")
+  made.training.optim_step("a", model, 12, {})
   assert made.wait("a", f"{model}:12", 60)
   made.close()
   with pytest.raises(GoneError, match="was retrieved and then dropped"):
@@ -153,14 +153,14 @@ def test_requests_wait_for_their_turn_and_wrong_ones_take_theirs():
     made = client.service
     trainer = client.create_lora_training_client(rank=2, seed=0)
     model = trainer.model_id
-    later = made.optim_step("local", model, 3, {"learning_rate": 1e-2})
-    made.forward_backward("local", model, 2, row(), "cross_entropy")
+    later = made.training.optim_step("local", model, 3, {"learning_rate": 1e-2})
+    made.training.forward_backward("local", model, 2, row(), "cross_entropy")
     assert made.wait("local", later, 0.2) is None
-    made.forward_backward("local", model, 1, lambda: [], "cross_entropy")
+    made.training.forward_backward("local", model, 1, lambda: [], "cross_entropy")
     assert made.wait("local", later, 60).error is None
     assert "data is empty" in made.result("local", f"{model}:1").error
     for number, params in ((4, {"rate": 1}), (5, {"beta1": 1.5})):
-      made.optim_step("local", model, number, params)
+      made.training.optim_step("local", model, number, params)
       assert "adam_params" in made.wait("local", f"{model}:{number}", 60).error
 
 
@@ -173,10 +173,10 @@ def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
     made = Service(model, settings, driver=running or Driver(dead))
     if id is None:
       session = made.create_session("a", {})
-      sampler = made.create_sampling_session("a", session, 0, None)
+      sampler = made.sampling.create("a", session, 0, None)
       args = {"num_samples": 2, "sampling_params": {"max_tokens": 4}}
-      id = made.sample("a", sampler, 0, np.array([3, 4, 5]), args)
-      assert made.sample("a", sampler, 0, np.array([3, 4, 5]), args) == id
+      id = made.sampling.sample("a", sampler, 0, np.array([3, 4, 5]), args)
+      assert made.sampling.sample("a", sampler, 0, np.array([3, 4, 5]), args) == id
       dead.close()
       assert made.wait("a", id, 0.2) is None
     else:
@@ -196,10 +196,10 @@ def test_a_service_that_fails_says_so(monkeypatch):
   full = OSError(28, "No space left on device")
   monkeypatch.setattr(made.run("a", model), "finish", mock.Mock(side_effect=full))
   with pytest.raises(ServiceFailedError, match=r"No space left.*restart the server"):
-    made.optim_step("a", model, 1, {})
+    made.training.optim_step("a", model, 1, {})
     made.wait("a", f"{model}:1", 60)
   with pytest.raises(ServiceFailedError):
-    made.optim_step("a", model, 2, {})
+    made.training.optim_step("a", model, 2, {})
   made.close()
 
 
@@ -207,22 +207,22 @@ def test_a_tenant_sees_only_its_own():
   made = service()
   session = made.create_session("a", {})
   future, model = made.create_model("a", session, 0, SPEC)
-  made.save_weights("a", model, 1, "x")
+  made.training.save_weights("a", model, 1, "x")
   path = made.wait("a", f"{model}:1", 60).values["path"]
   other = made.create_session("b", {})
   calls = [
     lambda: made.session("b", session),
     lambda: made.create_model("b", session, 1, SPEC),
     lambda: made.run("b", model),
-    lambda: made.forward_backward("b", model, 2, row(), "cross_entropy"),
-    lambda: made.optim_step("b", model, 2, {}),
-    lambda: made.save_weights("b", model, 2, "y"),
-    lambda: made.unload_model("b", model),
+    lambda: made.training.forward_backward("b", model, 2, row(), "cross_entropy"),
+    lambda: made.training.optim_step("b", model, 2, {}),
+    lambda: made.training.save_weights("b", model, 2, "y"),
+    lambda: made.training.unload_model("b", model),
     lambda: made.result("b", future),
     lambda: made.place("b", path),
     lambda: made.create_from_checkpoint("b", other, 0, path, optimizer=False),
-    lambda: made.create_sampling_session("b", other, 0, path),
-    lambda: made.create_sampling_session("b", session, 0, None),
+    lambda: made.sampling.create("b", other, 0, path),
+    lambda: made.sampling.create("b", session, 0, None),
     lambda: made.checkpoints("b", model),
   ]
   for call in calls:
@@ -230,7 +230,7 @@ def test_a_tenant_sees_only_its_own():
       call()
   assert made.runs("b") == [] and made.sessions("b") == [other]
   _, mine = made.create_model("b", other, 0, SPEC)
-  made.load_weights("b", mine, 1, path, optimizer=False)
+  made.training.load_weights("b", mine, 1, path, optimizer=False)
   assert "there is no model" in made.wait("b", f"{mine}:1", 60).error
   made.close()
 
@@ -249,12 +249,12 @@ def test_limits_are_told_before_they_are_passed():
     made.create_model("a", session, 2, small)
   assert made.wait("a", f"{model}:0", 60)
   for number in (2, 3, 4):  # they wait for number 1
-    made.optim_step("a", model, number, {})
+    made.training.optim_step("a", model, number, {})
   with pytest.raises(BusyError, match="3 requests of the tenant wait"):
-    made.optim_step("a", model, 5, {})
+    made.training.optim_step("a", model, 5, {})
   _, other = made.create_model("b", made.create_session("b", {}), 0, small)
-  assert made.wait("b", made.unload_model("b", other), 60).error is None
-  made.forward_backward("b", other, 2, row(), "cross_entropy")
+  assert made.wait("b", made.training.unload_model("b", other), 60).error is None
+  made.training.forward_backward("b", other, 2, row(), "cross_entropy")
   assert "was unloaded" in made.wait("b", f"{other}:2", 60).error
   with pytest.raises(TinkerError, match="expected 'base'"):
     made.create_model("a", session, 3, small, base_model="gpt")

@@ -28,20 +28,22 @@ def base():
   return model
 
 
-def engine(model, ranks=16) -> Engine:
-  sizes = EngineConfig(slots=4, max_tokens=64, rounds=4, adapter_ranks=ranks)
+def engine(model, ranks=16, max_tokens=64) -> Engine:
+  sizes = EngineConfig(slots=4, max_tokens=max_tokens, rounds=4, adapter_ranks=ranks)
   return Engine(model, toys_text.chat_tokenizer(), sizes)
 
 
 @contextlib.contextmanager
-def server(root=None, *, ranks=16, sampling=True, **settings: Any):
+def server(
+  root=None, *, name="toy", ranks=16, max_tokens=64, sampling=True, **settings: Any
+):
   """Yields (address, service) of a server on a free port."""
   model = base()
-  driver = Driver(engine(model, ranks))
+  driver = Driver(engine(model, ranks, max_tokens))
   if sampling:
     driver.start()
   chosen = TinkerSettings(root=root, **settings)
-  service = Service(model, chosen, name="toy", driver=driver if sampling else None)
+  service = Service(model, chosen, name=name, driver=driver if sampling else None)
   app = make_app(driver, ServeSettings(port=0), more=tinker_app.routes(service))
   started, found = threading.Event(), []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from tunix.serve.errors import ApiError
 from tunix.serve.guard import check
 from tunix.serve.http import Answer, Call, read_json
 from tunix.serve.settings import ServeSettings
-from tunix.tinker import rest, wire
+from tunix.tinker import requests, rest, wire
 from tunix.tinker.errors import (
   BusyError,
   GoneError,
@@ -23,7 +22,6 @@ from tunix.tinker.errors import (
   ServiceFailedError,
   TinkerError,
 )
-from tunix.tinker.learner import AdapterSpec
 from tunix.tinker.rest import TinkerCall
 from tunix.tinker.service import Service
 from tunix.utils import optional
@@ -38,8 +36,6 @@ _STATUS: dict[type[TinkerError], int] = {
   ServiceFailedError: 503,
 }
 
-Route = Callable[[TinkerCall, Service], Any]
-
 
 def routes(
   service: Service,
@@ -50,7 +46,7 @@ def routes(
     bell = _Bell()
     service.listen(bell.ring)
     made: dict[tuple[str, str], Any] = {}
-    for (method, path), route in (_ROUTES | rest.ROUTES).items():
+    for (method, path), route in (requests.ROUTES | rest.ROUTES).items():
       full = f"/api/v1/{path}"
       made[method, full] = _TinkerEndpoint(_threaded(route), full, context, service)
     path = "/api/v1/retrieve_future"
@@ -87,7 +83,9 @@ class _Bell:
     return self._event
 
 
-def _threaded(route: Route) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
+def _threaded(
+  route: requests.Route,
+) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
   """Runs a route in a thread, because it reads and writes files."""
 
   async def run(call: TinkerCall, service: Service) -> Answer:
@@ -218,7 +216,7 @@ def _waiting(
         break
       left = until - time.monotonic()
       if left <= 0 or context.gate.is_draining:
-        state = "paused_capacity" if service.is_short(id) else "active"
+        state = "paused_capacity" if service.sampling.is_short(id) else "active"
         return Answer(
           content={"type": "try_again", "request_id": id, "queue_state": state}
         )
@@ -233,223 +231,3 @@ def _waiting(
     return Answer(content=await asyncio.to_thread(wire.to_json, result))
 
   return retrieve
-
-
-# The routes of requests. Each runs in a thread.
-
-
-def _future(id: str, model: str | None = None) -> dict[str, Any]:
-  return {"request_id": id, **({} if model is None else {"model_id": model})}
-
-
-def _client_config(call: TinkerCall, service: Service) -> dict[str, Any]:
-  return {
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": importlib.util.find_spec("zstandard") is not None,
-    "sample_cancel_enabled": True,
-  }
-
-
-def _dynamic_config(call: TinkerCall, service: Service) -> dict[str, Any]:
-  return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-
-
-def _capabilities(call: TinkerCall, service: Service) -> dict[str, Any]:
-  most = service.settings.max_tokens
-  context = service.max_context
-  return {
-    "supported_models": [
-      {
-        "model_name": service.name,
-        "max_context_length": most if context is None else min(most, context),
-        "trainable": True,
-        "sampleable": context is not None,
-      }
-    ]
-  }
-
-
-def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
-  metadata = {
-    name: call.body.get(name) for name in ("user_metadata", "display_name", "tags")
-  }
-  return {
-    "type": "create_session",
-    "session_id": service.create_session(call.tenant, metadata),
-    "info_message": "this service adapts attention and feed-forward layers; "
-    "train_unembed has no effect",
-  }
-
-
-def _heartbeat(call: TinkerCall, service: Service) -> dict[str, Any]:
-  service.session(call.tenant, wire.text(call.body, "session_id"))
-  return {"type": "session_heartbeat"}
-
-
-def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  rest.check_optimizer(body.get("optimizer_config"))
-  given = body.get("lora_config")
-  if not isinstance(given, dict):
-    raise TinkerError(
-      "lora_config is missing; expected the rank of an adapter. Send it"
-    )
-  try:
-    spec = AdapterSpec(
-      rank=wire.integer(given, "rank"),
-      train_attn=bool(given.get("train_attn", True)),
-      train_mlp=bool(given.get("train_mlp", True)),
-    )
-  except (TypeError, ValueError) as error:
-    raise TinkerError(f"lora_config: {error}") from error
-  id, model = service.create_model(
-    call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "model_seq_id"),
-    spec,
-    base_model=wire.text(body, "base_model"),
-    seed=None if given.get("seed") is None else wire.integer(given, "seed"),
-    metadata=body.get("user_metadata"),
-  )
-  return _future(id, model)
-
-
-def _forward(call: TinkerCall, service: Service) -> dict[str, Any]:
-  return _gradient(call, service, backward=False)
-
-
-def _forward_backward(call: TinkerCall, service: Service) -> dict[str, Any]:
-  return _gradient(call, service, backward=True)
-
-
-def _gradient(call: TinkerCall, service: Service, backward: bool) -> dict[str, Any]:
-  request = (
-    wire.gradient_from_json(call.body, backward)
-    if call.proto is None
-    else wire.gradient_from_proto(call.proto)
-  )
-  id = service.forward_backward(
-    call.tenant,
-    request.model,
-    request.number,
-    request.read_rows,
-    request.loss,
-    request.config,
-    backward=request.backward,
-  )
-  return _future(id, request.model)
-
-
-def _optim_step(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  model, number = wire.text(body, "model_id"), wire.integer(body, "seq_id")
-  given = body.get("adam_params")
-  params = {"adam_params": given} if given is None else given
-  id = service.optim_step(call.tenant, model, number, params)
-  return _future(id, model)
-
-
-def _save(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  model = wire.text(body, "model_id")
-  id = service.save_weights(
-    call.tenant,
-    model,
-    wire.integer(body, "seq_id"),
-    wire.optional_text(body, "path"),
-    overwrite=bool(body.get("overwrite")),
-    ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
-  )
-  return _future(id, model)
-
-
-def _save_for_sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  model = wire.text(body, "model_id")
-  id = service.save_weights_for_sampler(
-    call.tenant,
-    model,
-    wire.integer(body, "seq_id"),
-    wire.optional_text(body, "path"),
-    sampler_number=body.get("sampling_session_seq_id"),
-    ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
-  )
-  return _future(id, model)
-
-
-def _load(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  path, optimizer = wire.text(body, "path"), bool(body.get("optimizer"))
-  rest.check_optimizer(body.get("optimizer_config"))
-  if (model := wire.optional_text(body, "model_id")) is not None:
-    number = wire.integer(body, "seq_id")
-    id = service.load_weights(call.tenant, model, number, path, optimizer=optimizer)
-    return _future(id, model)
-  id, model = service.create_from_checkpoint(
-    call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "model_seq_id"),
-    path,
-    optimizer=optimizer,
-    base_model=wire.optional_text(body, "base_model"),
-    metadata=body.get("user_metadata"),
-  )
-  return _future(id, model)
-
-
-def _unload(call: TinkerCall, service: Service) -> dict[str, Any]:
-  model = wire.text(call.body, "model_id")
-  return _future(service.unload_model(call.tenant, model), model)
-
-
-def _create_sampling_session(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  service.check_base(wire.optional_text(body, "base_model"))
-  id = service.create_sampling_session(
-    call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "sampling_session_seq_id"),
-    wire.optional_text(body, "model_path"),
-  )
-  return {"type": "create_sampling_session", "sampling_session_id": id}
-
-
-def _sample(call: TinkerCall, service: Service) -> dict[str, Any]:
-  body = call.body
-  prompt = wire.model_input(body.get("prompt"))
-  id = service.sample(
-    call.tenant,
-    wire.text(body, "sampling_session_id"),
-    wire.integer(body, "seq_id"),
-    prompt,
-    body,
-  )
-  count = body.get("num_samples", 1)
-  return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(count)]}
-
-
-def _cancel(call: TinkerCall, service: Service) -> dict[str, Any]:
-  service.cancel(call.tenant, wire.text(call.body, "request_id"))
-  return {}
-
-
-_ROUTES: dict[tuple[str, str], Route] = {
-  ("POST", "client/config"): _client_config,
-  ("POST", "client/dynamic_config"): _dynamic_config,
-  ("GET", "get_server_capabilities"): _capabilities,
-  ("POST", "create_session"): _create_session,
-  ("POST", "session_heartbeat"): _heartbeat,
-  ("POST", "create_model"): _create_model,
-  ("POST", "unload_model"): _unload,
-  ("POST", "forward"): _forward,
-  ("POST", "forward_backward"): _forward_backward,
-  ("POST", "optim_step"): _optim_step,
-  ("POST", "save_weights"): _save,
-  ("POST", "save_weights_for_sampler"): _save_for_sampler,
-  ("POST", "load_weights"): _load,
-  ("POST", "create_sampling_session"): _create_sampling_session,
-  ("POST", "asample"): _sample,
-  ("POST", "cancel_future"): _cancel,
-}

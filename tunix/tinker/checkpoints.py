@@ -15,7 +15,7 @@ import re
 import shutil
 import tarfile
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,6 +211,11 @@ class Checkpoints:
         except NotFoundError:  # it has expired
           continue
     yield from sorted(found, key=lambda x: x[1]["time"])
+
+  def named(self, runs: Iterable[str]) -> list[tuple[Place, dict[str, Any]]]:
+    """Returns the checkpoints of runs, without those of a single sampling client."""
+    found = [x for run in runs for x in self.of_run(run)]
+    return [(place, meta) for place, meta in found if not meta["is_ephemeral"]]
 
   def prune(self, run: str, keep: int) -> None:
     """Removes the oldest checkpoints of single sampling clients of a run."""

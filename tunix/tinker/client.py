@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -26,7 +26,14 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import data as data_lib
+from tunix.tinker import client_data
+from tunix.tinker.client_data import (
+  Datum,
+  ForwardBackwardOutput,
+  SampledSequence,
+  SampleResponse,
+  SamplingParams,
+)
 from tunix.tinker.errors import BusyError, RequestFailedError
 from tunix.tinker.learner import AdamParams, AdapterSpec
 from tunix.tinker.runs import Result
@@ -50,83 +57,6 @@ T = TypeVar("T")
 _TENANT = "local"
 _PAUSE = 0.01  # seconds until a request is sent again that found too many waiting
 _STOP = 30.0  # seconds that the engine's thread gets to finish its launch
-
-
-@dataclasses.dataclass(frozen=True)
-class Datum:
-  """One row of training data.
-
-  Attributes:
-    model_input: ids of the input, [N].
-    loss_fn_inputs: inputs of the loss by name, [N] each; see losses.py.
-  """
-
-  model_input: Any
-  loss_fn_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-  """Rules of completions.
-
-  Attributes:
-    max_tokens: most new tokens; None: as many as the engine allows.
-    seed: seed of the completions; None: the service chooses one.
-    stop: texts, or ids, that end a completion; None: the tokenizer's end tokens, []:
-      none.
-    temperature: 0 takes the most likely token.
-    top_k, top_p: filters; -1 and 1 are off.
-  """
-
-  max_tokens: int | None = None
-  seed: int | None = None
-  stop: str | Sequence[str] | Sequence[int] | None = None
-  temperature: float = 1.0
-  top_k: int = -1
-  top_p: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardBackwardOutput:
-  """Results of a forward or forward-backward pass.
-
-  Attributes:
-    loss_fn_outputs: float32 [N] arrays of each datum: `logprobs`, and
-      `elementwise_loss` of a cross-entropy.
-    metrics: `loss:sum` and metrics of a custom loss.
-  """
-
-  loss_fn_outputs: list[dict[str, np.ndarray]]
-  metrics: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampledSequence:
-  """One completion.
-
-  Attributes:
-    tokens: its ids.
-    logprobs: their log-probabilities in nats, at temperature 1 without filters.
-    stop_reason: "stop" or "length".
-  """
-
-  tokens: list[int]
-  logprobs: list[float]
-  stop_reason: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleResponse:
-  """Completions of one prompt.
-
-  Attributes:
-    sequences: the completions.
-    prompt_logprobs: log-probabilities of the prompt's tokens, None for the first one;
-      None if not asked for.
-  """
-
-  sequences: list[SampledSequence]
-  prompt_logprobs: list[float | None] | None
 
 
 class Future(Generic[T]):
@@ -239,7 +169,7 @@ class ServiceClient:
   ) -> SamplingClient:
     """Returns a client that samples from a checkpoint, or from the base model."""
     self.service.check_base(base_model)
-    session = self.service.create_sampling_session(
+    session = self.service.sampling.create(
       _TENANT, self._session, self.next_sampler(), model_path
     )
     return SamplingClient(self.service, session)
@@ -295,7 +225,7 @@ class TrainingClient:
       loss_fn: function of (data, log-probabilities of each row as jax arrays) that
         returns the loss and metrics. jax differentiates it.
     """
-    rows = [_row(x) for x in data]
+    rows = [client_data.row_of(x) for x in data]
     plain = [
       Datum(r.tokens, {"target_tokens": r.inputs["target_tokens"]}) for r in rows
     ]
@@ -311,7 +241,7 @@ class TrainingClient:
     future = self.forward_backward(surrogate, "cross_entropy")
 
     def convert(result: Result) -> ForwardBackwardOutput:
-      out = _outputs(result)
+      out = client_data.outputs_of(result)
       named = {**{k: float(v) for k, v in metrics.items()}, "loss:sum": float(loss)}
       return dataclasses.replace(out, metrics=named)
 
@@ -322,7 +252,7 @@ class TrainingClient:
     names = [field.name for field in dataclasses.fields(AdamParams)]
     params = {name: getattr(adam_params, name) for name in names}
     return self._submit(
-      lambda n: self._service.optim_step(_TENANT, self.model_id, n, params),
+      lambda n: self._service.training.optim_step(_TENANT, self.model_id, n, params),
       lambda result: dict(result.values["metrics"]),
     )
 
@@ -331,7 +261,7 @@ class TrainingClient:
   ) -> Future[str]:
     """Saves adapter and optimizer; the result is the path."""
     return self._submit(
-      lambda n: self._service.save_weights(
+      lambda n: self._service.training.save_weights(
         _TENANT, self.model_id, n, name, overwrite=overwrite, ttl_seconds=ttl_seconds
       ),
       _path,
@@ -342,7 +272,7 @@ class TrainingClient:
   ) -> Future[str]:
     """Saves the adapter for sampling; the result is the path."""
     return self._submit(
-      lambda n: self._service.save_weights_for_sampler(
+      lambda n: self._service.training.save_weights_for_sampler(
         _TENANT, self.model_id, n, name, ttl_seconds=ttl_seconds
       ),
       _path,
@@ -352,7 +282,7 @@ class TrainingClient:
     """Returns a client that samples from the present adapter."""
     number = self._client.next_sampler()
     future = self._submit(
-      lambda n: self._service.save_weights_for_sampler(
+      lambda n: self._service.training.save_weights_for_sampler(
         _TENANT, self.model_id, n, None, sampler_number=number
       ),
       lambda result: result.values["sampling_session_id"],
@@ -369,7 +299,7 @@ class TrainingClient:
 
   def _load(self, path: str, optimizer: bool) -> Future[None]:
     return self._submit(
-      lambda n: self._service.load_weights(
+      lambda n: self._service.training.load_weights(
         _TENANT, self.model_id, n, path, optimizer=optimizer
       ),
       lambda _: None,
@@ -383,12 +313,12 @@ class TrainingClient:
     *,
     backward: bool,
   ) -> Future[ForwardBackwardOutput]:
-    rows = [_row(x) for x in data]
+    rows = [client_data.row_of(x) for x in data]
     return self._submit(
-      lambda n: self._service.forward_backward(
+      lambda n: self._service.training.forward_backward(
         _TENANT, self.model_id, n, lambda: rows, loss, config, backward=backward
       ),
-      _outputs,
+      client_data.outputs_of,
     )
 
   def _submit(
@@ -425,8 +355,10 @@ class SamplingClient:
       "prompt_logprobs": include_prompt_logprobs,
     }
     number = next(self._numbers)
-    id = self._service.sample(_TENANT, self._session, number, _ids(prompt), args)
-    return Future(self._service, id, _samples)
+    id = self._service.sampling.sample(
+      _TENANT, self._session, number, client_data.ids_of(prompt), args
+    )
+    return Future(self._service, id, client_data.samples_of)
 
   def compute_logprobs(self, prompt: Any) -> list[float | None]:
     """Returns the log-probability of each token of a prompt; None for the first."""
@@ -436,47 +368,5 @@ class SamplingClient:
     return found.prompt_logprobs
 
 
-def _ids(value: Any) -> np.ndarray:
-  """Returns the ids of an array, a list, or a ModelInput of the SDK."""
-  if hasattr(value, "to_ints"):
-    value = value.to_ints()
-  return np.asarray(value, np.int64)
-
-
-def _row(datum: Any) -> data_lib.Row:
-  inputs = {name: _array(x) for name, x in datum.loss_fn_inputs.items()}
-  return data_lib.Row(tokens=_ids(datum.model_input), inputs=inputs)
-
-
-def _array(value: Any) -> np.ndarray:
-  return np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
-
-
 def _path(result: Result) -> str:
   return result.values["path"]
-
-
-def _outputs(result: Result) -> ForwardBackwardOutput:
-  ends = np.cumsum(result.arrays["lengths"])[:-1]
-  cut = {k: np.split(x, ends) for k, x in result.arrays.items() if k != "lengths"}
-  rows = [dict(zip(cut, parts)) for parts in zip(*cut.values())]
-  return ForwardBackwardOutput(
-    loss_fn_outputs=rows, metrics=dict(result.values["metrics"])
-  )
-
-
-def _samples(result: Result) -> SampleResponse:
-  ends = np.cumsum(result.arrays["lengths"])[:-1]
-  cut = [np.split(result.arrays[name], ends) for name in ("tokens", "logprobs")]
-  sequences = [
-    SampledSequence(tokens=t.tolist(), logprobs=p.tolist(), stop_reason=reason)
-    for t, p, reason in zip(*cut, result.values["stop_reasons"])
-  ]
-  scores = result.arrays.get("prompt_logprobs")
-  return SampleResponse(
-    sequences=sequences, prompt_logprobs=None if scores is None else _optional(scores)
-  )
-
-
-def _optional(scores: Iterable[float]) -> list[float | None]:
-  return [None if np.isnan(x) else float(x) for x in scores]

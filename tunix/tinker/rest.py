@@ -199,7 +199,7 @@ def _finish_session(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 
 def _sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
-  record = service.sampler(call.tenant, call.query["sampler"])
+  record = service.sampling.record(call.tenant, call.query["sampler"])
   return {
     "sampler_id": record["id"],
     "base_model": record["base_model"],
@@ -220,8 +220,47 @@ _PUBLISH = _not_served(
   "public checkpoints",
   "expected checkpoints of the tenant's own. Download the archive and share it",
 )
+_BILLING = _not_served("bills", "expected none. Read /metrics for tokens and times")
+_SIGN_IN = _not_served(
+  "accounts", "expected the API key of a tenant in TINKER_API_KEY. Set it"
+)
+_EXTERNAL = _not_served(
+  "external weights", "expected save_weights_for_sampler. Download its archive"
+)
+_PROJECTS = _not_served(
+  "projects", "expected one owner for each object. Leave the project out"
+)
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
 
+_REFUSED: dict[tuple[str, str], Callable[[TinkerCall, Service], Any]] = {
+  ("GET", "audit"): _not_served("an audit", "expected none. Read the server's log"),
+  ("GET", "auth/apikey/me"): _SIGN_IN,
+  ("POST", "auth/token"): _SIGN_IN,
+  ("GET", "billing/usage/events"): _BILLING,
+  ("GET", "billing/usage/checkpoints/current"): _BILLING,
+  ("POST", "copy_weights"): _PROJECTS,
+  ("POST", "create_custom_loss"): _not_served(
+    "losses of its own for a tenant",
+    "expected a function of Python. Call forward_backward_custom",
+  ),
+  ("GET", f"{_CHECKPOINT}/external_weights_urls"): _EXTERNAL,
+  ("POST", f"{_CHECKPOINT}/publish"): _PUBLISH,
+  ("DELETE", f"{_CHECKPOINT}/publish"): _PUBLISH,
+  ("POST", "join_sampling_session"): _not_served(
+    "shared sampling sessions", "expected one client for each. Create another session"
+  ),
+  ("POST", "retrieve_futures"): _not_served(
+    "lists of futures", "expected retrieve_future. Ask for each one"
+  ),
+  ("POST", "save_weights_external"): _EXTERNAL,
+  ("PUT", "sessions/{session}/project"): _PROJECTS,
+  ("GET", "sessions/{session}/trace_export"): _not_served(
+    "traces of sessions", "expected none. Read the server's log"
+  ),
+  ("POST", "sessions/search"): _not_served(
+    "a search of sessions", "expected GET sessions. List them"
+  ),
+}
 ROUTES: dict[tuple[str, str], Callable[[TinkerCall, Service], Any]] = {
   ("GET", "healthz"): _health,
   ("POST", "telemetry"): _telemetry,
@@ -229,8 +268,6 @@ ROUTES: dict[tuple[str, str], Callable[[TinkerCall, Service], Any]] = {
   ("POST", "weights_info"): _weights_info,
   ("GET", "checkpoints"): _all_checkpoints,
   ("GET", f"{_CHECKPOINT}/archive"): _archive,
-  ("POST", f"{_CHECKPOINT}/publish"): _PUBLISH,
-  ("DELETE", f"{_CHECKPOINT}/publish"): _PUBLISH,
   ("PUT", f"{_CHECKPOINT}/ttl"): _set_ttl,
   ("DELETE", _CHECKPOINT): _delete,
   ("GET", "training_runs/{run}/checkpoints"): _run_checkpoints,
@@ -240,20 +277,4 @@ ROUTES: dict[tuple[str, str], Callable[[TinkerCall, Service], Any]] = {
   ("GET", "sessions"): _sessions,
   ("POST", "sessions/{session}/finish"): _finish_session,
   ("GET", "samplers/{sampler}"): _sampler,
-  ("POST", "save_weights_external"): _not_served(
-    "external weights", "expected save_weights_for_sampler. Download its archive"
-  ),
-  ("POST", "create_custom_loss"): _not_served(
-    "losses of its own for a tenant",
-    "expected a function of Python. Call forward_backward_custom",
-  ),
-  ("POST", "copy_weights"): _not_served(
-    "projects", "expected one owner for each checkpoint. Download the archive"
-  ),
-  ("POST", "join_sampling_session"): _not_served(
-    "shared sampling sessions", "expected one client for each. Create another session"
-  ),
-  ("POST", "retrieve_futures"): _not_served(
-    "lists of futures", "expected retrieve_future. Ask for each one"
-  ),
-}
+} | _REFUSED

@@ -1,0 +1,240 @@
+"""The protocol's routes of sessions, models, and what they compute.
+
+Each route runs in a thread, and returns JSON values. A route that computes returns the
+id of a future.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from tunix.tinker import wire
+from tunix.tinker.errors import TinkerError
+from tunix.tinker.learner import AdapterSpec
+from tunix.tinker.rest import TinkerCall, check_optimizer
+from tunix.tinker.service import Service
+
+Route = Callable[[TinkerCall, Service], Any]
+
+
+def _future(id: str, model: str | None = None) -> dict[str, Any]:
+  return {"request_id": id, **({} if model is None else {"model_id": model})}
+
+
+def _client_config(call: TinkerCall, service: Service) -> dict[str, Any]:
+  return {
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": importlib.util.find_spec("zstandard") is not None,
+    "sample_cancel_enabled": True,
+  }
+
+
+def _dynamic_config(call: TinkerCall, service: Service) -> dict[str, Any]:
+  return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+
+
+def _capabilities(call: TinkerCall, service: Service) -> dict[str, Any]:
+  most = service.settings.max_tokens
+  context = service.sampling.max_context
+  return {
+    "supported_models": [
+      {
+        "model_name": service.name,
+        "max_context_length": most if context is None else min(most, context),
+        "trainable": True,
+        "sampleable": context is not None,
+      }
+    ]
+  }
+
+
+def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
+  metadata = {
+    name: call.body.get(name) for name in ("user_metadata", "display_name", "tags")
+  }
+  return {
+    "type": "create_session",
+    "session_id": service.create_session(call.tenant, metadata),
+    # The SDK logs a warning, which Python prints. Its client sets train_unembed by
+    # default, so a refusal would break every program.
+    "warning_message": "this service adapts attention and feed-forward layers, and not "
+    "the unembedding: train_unembed=True has no effect",
+  }
+
+
+def _heartbeat(call: TinkerCall, service: Service) -> dict[str, Any]:
+  service.session(call.tenant, wire.text(call.body, "session_id"))
+  return {"type": "session_heartbeat"}
+
+
+def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  check_optimizer(body.get("optimizer_config"))
+  given = body.get("lora_config")
+  if not isinstance(given, dict):
+    raise TinkerError(
+      "lora_config is missing; expected the rank of an adapter. Send it"
+    )
+  try:
+    spec = AdapterSpec(
+      rank=wire.integer(given, "rank"),
+      train_attn=bool(given.get("train_attn", True)),
+      train_mlp=bool(given.get("train_mlp", True)),
+    )
+  except (TypeError, ValueError) as error:
+    raise TinkerError(f"lora_config: {error}") from error
+  id, model = service.create_model(
+    call.tenant,
+    wire.text(body, "session_id"),
+    wire.integer(body, "model_seq_id"),
+    spec,
+    base_model=wire.text(body, "base_model"),
+    seed=None if given.get("seed") is None else wire.integer(given, "seed"),
+    metadata=body.get("user_metadata"),
+  )
+  return _future(id, model)
+
+
+def _forward(call: TinkerCall, service: Service) -> dict[str, Any]:
+  return _gradient(call, service, backward=False)
+
+
+def _forward_backward(call: TinkerCall, service: Service) -> dict[str, Any]:
+  return _gradient(call, service, backward=True)
+
+
+def _gradient(call: TinkerCall, service: Service, backward: bool) -> dict[str, Any]:
+  request = (
+    wire.gradient_from_json(call.body, backward)
+    if call.proto is None
+    else wire.gradient_from_proto(call.proto)
+  )
+  id = service.training.forward_backward(
+    call.tenant,
+    request.model,
+    request.number,
+    request.read_rows,
+    request.loss,
+    request.config,
+    backward=request.backward,
+  )
+  return _future(id, request.model)
+
+
+def _optim_step(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  model, number = wire.text(body, "model_id"), wire.integer(body, "seq_id")
+  given = body.get("adam_params")
+  params = {"adam_params": given} if given is None else given
+  id = service.training.optim_step(call.tenant, model, number, params)
+  return _future(id, model)
+
+
+def _save(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  model = wire.text(body, "model_id")
+  id = service.training.save_weights(
+    call.tenant,
+    model,
+    wire.integer(body, "seq_id"),
+    wire.optional_text(body, "path"),
+    overwrite=bool(body.get("overwrite")),
+    ttl_seconds=body.get("ttl_seconds"),
+    metadata=body.get("user_metadata"),
+  )
+  return _future(id, model)
+
+
+def _save_for_sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  model = wire.text(body, "model_id")
+  id = service.training.save_weights_for_sampler(
+    call.tenant,
+    model,
+    wire.integer(body, "seq_id"),
+    wire.optional_text(body, "path"),
+    sampler_number=body.get("sampling_session_seq_id"),
+    ttl_seconds=body.get("ttl_seconds"),
+    metadata=body.get("user_metadata"),
+  )
+  return _future(id, model)
+
+
+def _load(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  path, optimizer = wire.text(body, "path"), bool(body.get("optimizer"))
+  check_optimizer(body.get("optimizer_config"))
+  if (model := wire.optional_text(body, "model_id")) is not None:
+    number = wire.integer(body, "seq_id")
+    id = service.training.load_weights(
+      call.tenant, model, number, path, optimizer=optimizer
+    )
+    return _future(id, model)
+  id, model = service.create_from_checkpoint(
+    call.tenant,
+    wire.text(body, "session_id"),
+    wire.integer(body, "model_seq_id"),
+    path,
+    optimizer=optimizer,
+    base_model=wire.optional_text(body, "base_model"),
+    metadata=body.get("user_metadata"),
+  )
+  return _future(id, model)
+
+
+def _unload(call: TinkerCall, service: Service) -> dict[str, Any]:
+  model = wire.text(call.body, "model_id")
+  return _future(service.training.unload_model(call.tenant, model), model)
+
+
+def _create_sampling_session(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  service.check_base(wire.optional_text(body, "base_model"))
+  id = service.sampling.create(
+    call.tenant,
+    wire.text(body, "session_id"),
+    wire.integer(body, "sampling_session_seq_id"),
+    wire.optional_text(body, "model_path"),
+  )
+  return {"type": "create_sampling_session", "sampling_session_id": id}
+
+
+def _sample(call: TinkerCall, service: Service) -> dict[str, Any]:
+  body = call.body
+  prompt = wire.model_input(body.get("prompt"))
+  id = service.sampling.sample(
+    call.tenant,
+    wire.text(body, "sampling_session_id"),
+    wire.integer(body, "seq_id"),
+    prompt,
+    body,
+  )
+  count = body.get("num_samples", 1)
+  return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(count)]}
+
+
+def _cancel(call: TinkerCall, service: Service) -> dict[str, Any]:
+  service.sampling.cancel(call.tenant, wire.text(call.body, "request_id"))
+  return {}
+
+
+ROUTES: dict[tuple[str, str], Route] = {
+  ("POST", "client/config"): _client_config,
+  ("POST", "client/dynamic_config"): _dynamic_config,
+  ("GET", "get_server_capabilities"): _capabilities,
+  ("POST", "create_session"): _create_session,
+  ("POST", "session_heartbeat"): _heartbeat,
+  ("POST", "create_model"): _create_model,
+  ("POST", "unload_model"): _unload,
+  ("POST", "forward"): _forward,
+  ("POST", "forward_backward"): _forward_backward,
+  ("POST", "optim_step"): _optim_step,
+  ("POST", "save_weights"): _save,
+  ("POST", "save_weights_for_sampler"): _save_for_sampler,
+  ("POST", "load_weights"): _load,
+  ("POST", "create_sampling_session"): _create_sampling_session,
+  ("POST", "asample"): _sample,
+  ("POST", "cancel_future"): _cancel,
+}

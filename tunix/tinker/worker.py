@@ -1,0 +1,177 @@
+"""The runs of a service, and the thread that computes their requests in turn."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tunix.tinker.errors import ServiceFailedError
+from tunix.tinker.executor import Executor
+from tunix.tinker.records import missing
+from tunix.tinker.runs import Op, Result, Run
+from tunix.tinker.settings import TinkerSettings
+
+_LOG = logging.getLogger(__name__)
+_IDLE = 60.0  # seconds between two looks of an idle thread
+
+
+class Worker:
+  """Computes the requests of all runs, each run's in the order of their numbers.
+
+  Args:
+    folder: folder of the runs, which are read from it.
+    settings: the service's settings.
+
+  Attributes:
+    changed: the lock of the runs; it is notified after each request and result. A
+      thread may take it several times.
+    stops: True after `close` was called.
+  """
+
+  def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
+    self.changed = threading.Condition()
+    self.stops = False
+    self._folder, self._settings = folder, settings
+    self._failure: BaseException | None = None
+    self._listeners: list[Callable[[], None]] = []
+    self._thread: threading.Thread | None = None
+    self._runs: dict[str, Run] = {}
+    folder.mkdir(exist_ok=True)
+    for path in sorted(folder.iterdir()):
+      if (path / "info.json").exists():  # else a kill came before it was written
+        self._read(path)
+
+  def _read(self, folder: pathlib.Path) -> None:
+    run = Run(folder, self._settings.keep_results)
+    self._runs[run.id] = run
+
+  def start(self, executor: Executor) -> None:
+    """Starts the thread."""
+    self._thread = threading.Thread(
+      target=self._work, args=(executor,), name="tunix tinker", daemon=True
+    )
+    self._thread.start()
+
+  def close(self) -> None:
+    """Ends the thread. Requests that wait are computed after the next start."""
+    with self.changed:
+      self.stops = True
+      self.changed.notify_all()
+    if self._thread is not None:
+      self._thread.join()
+
+  def close_files(self) -> None:
+    """Closes the journals of the runs."""
+    for run in self._runs.values():
+      run.close()
+
+  def listen(self, listener: Callable[[], None]) -> None:
+    """Has a function called after each result, in any thread."""
+    self._listeners.append(listener)
+
+  def ring(self) -> None:
+    """Wakes the threads and listeners that wait for a result."""
+    with self.changed:
+      self.changed.notify_all()
+    for listener in self._listeners:
+      listener()
+
+  def check_alive(self) -> None:
+    """Checks that requests are computed.
+
+    Raises:
+      ServiceFailedError: the thread has ended, for example because the disk is full.
+    """
+    if self._failure is not None:
+      raise ServiceFailedError(
+        f"the service failed: {self._failure}; expected a running thread. Correct the "
+        "cause and restart the server, which continues all requests"
+      ) from self._failure
+
+  # The runs.
+
+  def is_run(self, id: str) -> bool:
+    """Returns True if there is a run with this id, of any tenant."""
+    with self.changed:
+      return id in self._runs
+
+  def run(self, tenant: str, id: str) -> Run:
+    """Returns a run of a tenant.
+
+    Raises:
+      NotFoundError: the tenant has no such run.
+    """
+    with self.changed:
+      run = self._runs.get(id)
+    if run is None or run.owner != tenant:
+      raise missing("model", id)
+    return run
+
+  def runs(self, tenant: str) -> list[Run]:
+    """Returns the runs of a tenant."""
+    with self.changed:
+      return [x for x in self._runs.values() if x.owner == tenant]
+
+  def create(self, info: Mapping[str, Any]) -> None:
+    """Adds a new run, whose `info` has its id and owner."""
+    folder = self._folder / urllib.parse.quote(info["id"], safe="")
+    with self.changed:
+      self._runs[info["id"]] = Run.create(folder, info, self._settings.keep_results)
+
+  def accept(self, tenant: str, id: str, number: int, op: Op) -> None:
+    """Writes a request to its run and wakes the thread; see `Run.accept`."""
+    with self.changed:
+      self.run(tenant, id).accept(number, op)
+      self.changed.notify_all()
+
+  # The thread.
+
+  def _work(self, executor: Executor) -> None:
+    try:
+      turn = 0
+      while (found := self._next(turn)) is not None:
+        turn, run, number, op, known = found
+        self._compute(executor, run, number, op, known)
+    except BaseException as error:  # of the disk: waiting clients must hear of it
+      _LOG.exception("the training service failed")
+      self._failure = error
+      self.ring()
+
+  def _next(self, turn: int) -> tuple[int, Run, int, Op, Result | None] | None:
+    """Waits for a request; returns the next turn and the request, or None at the end.
+
+    The runs take turns: `turn` is the place of the run that is looked at first.
+    """
+    with self.changed:
+      while not self.stops:
+        runs = list(self._runs.values())
+        for i in range(len(runs)):
+          place = (turn + i) % len(runs)
+          if (found := runs[place].next()) is not None:
+            number, op = found
+            return place + 1, runs[place], number, op, runs[place].results.get(number)
+        self.changed.wait(_IDLE)
+    return None
+
+  def _compute(
+    self, executor: Executor, run: Run, number: int, op: Op, known: Result | None
+  ) -> None:
+    result, is_whole = executor.execute(run, op, known)
+    with self.changed:
+      run.finish(number, result)
+      # Repeating these after a restart would be wrong: the checkpoint may be gone.
+      if op.kind in ("load_weights", "unload_model") and result.error is None:
+        run.write_state(executor.arrays_of(run))
+        run.switch()
+      if not is_whole:
+        run.close()
+        self._read(run.folder)
+    self.ring()
+    if is_whole and run.is_due(self._settings.snapshot_steps):
+      run.write_state(executor.arrays_of(run))
+      with self.changed:
+        run.switch()
