@@ -14,15 +14,14 @@ import time
 import jax
 import jax.numpy as jnp
 
-from tunix.ops import delta_rule
+from tunix.ops import delta_rule, state_space
 
 GROUPS, HEADS, SIZE = 2, 4, 128
 
 
-def draw(length):
+def draw_delta(length):
   """Returns the arguments of a gated delta rule with the sizes of Qwen3.5's heads."""
-  keys = jax.random.split(jax.random.key(0), 5)
-  normal = lambda key, *shape: jax.random.normal(key, (1, length, *shape))
+  keys, normal = source(length)
   k = normal(keys[1], GROUPS, SIZE)
   return (
     normal(keys[0], GROUPS, SIZE) * SIZE**-0.5,
@@ -31,6 +30,26 @@ def draw(length):
     -jax.nn.softplus(normal(keys[3], HEADS)),
     jax.nn.sigmoid(normal(keys[4], HEADS)),
   )
+
+
+def draw_states(length):
+  """Returns the arguments of Mamba-2 with the sizes of Nemotron 3's heads."""
+  keys, normal = source(length)
+  return (
+    normal(keys[0], HEADS, SIZE // 2),
+    jax.nn.softplus(normal(keys[1], HEADS)),
+    -jnp.exp(jax.random.normal(keys[2], (HEADS,))),
+    normal(keys[3], GROUPS, SIZE),
+    normal(keys[4], GROUPS, SIZE),
+  )
+
+
+def source(length):
+  keys = jax.random.split(jax.random.key(0), 5)
+  return keys, lambda key, *shape: jax.random.normal(key, (1, length, *shape))
+
+
+MIXERS = (("delta_rule", delta_rule, draw_delta), ("states", state_space, draw_states))
 
 
 def measure(form, arrays):
@@ -51,10 +70,13 @@ def main():
   parser = argparse.ArgumentParser(description="Recurrences of mixers.")
   parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
   for length in parser.parse_args().lengths:
-    arrays = draw(length)
-    for form in (delta_rule.chunked, delta_rule.recurrent):
-      wall, size = measure(form, arrays)
-      print(f"{length:6} tokens {form.__name__:10} {wall:10.1f} ms {size:10.1f} MB")
+    for name, module, draw in MIXERS:
+      arrays = draw(length)
+      for form in (module.chunked, module.recurrent):
+        wall, size = measure(form, arrays)
+        print(
+          f"{length:6} tokens {name:10} {form.__name__:9} {wall:9.1f} ms {size:8.1f} MB"
+        )
 
 
 if __name__ == "__main__":

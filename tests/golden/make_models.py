@@ -302,6 +302,65 @@ def glm4_moe_lite():
   return transformers.Glm4MoeLiteForCausalLM(config)
 
 
+def gemma4():
+  """Vectors for every layer, and a layer that reads the keys of an earlier one."""
+  proportional = {"rope_type": "proportional", "rope_theta": 100.0}
+  config = transformers.Gemma4TextConfig(
+    **COMMON | {"num_hidden_layers": 3, "head_dim": 4},
+    sliding_window=4,
+    global_head_dim=6,
+    hidden_size_per_layer_input=5,
+    vocab_size_per_layer_input=VOCAB,
+    num_kv_shared_layers=1,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+    rope_parameters={
+      "full_attention": proportional | {"partial_rotary_factor": 0.7},
+      "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+  )
+  return transformers.Gemma4ForCausalLM(config)
+
+
+def deepseek_v3():
+  """A dense layer and one with experts in groups; YaRN that scales the scores too."""
+  rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+  rope |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+  config = transformers.DeepseekV3Config(
+    **{k: v for k, v in COMMON.items() if k != "head_dim"} | {"num_key_value_heads": 4},
+    kv_lora_rank=6,
+    q_lora_rank=5,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    moe_intermediate_size=12,
+    n_routed_experts=6,
+    n_shared_experts=2,
+    n_group=3,
+    topk_group=2,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    rope_parameters=rope,
+  )
+  return transformers.DeepseekV3ForCausalLM(config)
+
+
+def granite4():
+  """Only attention and a dense MLP, without a rotary embedding, and multipliers."""
+  config = transformers.GraniteMoeHybridConfig(
+    **COMMON | {"head_dim": 4, "tie_word_embeddings": True},
+    layer_types=["full_attention"] * 2,
+    num_local_experts=0,
+    shared_intermediate_size=20,
+    position_embedding_type=None,
+    mamba_n_heads=4,
+    embedding_multiplier=1.5,
+    attention_multiplier=0.3,
+    residual_multiplier=0.7,
+    logits_scaling=3.0,
+  )
+  return transformers.GraniteMoeHybridForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -325,12 +384,15 @@ BUILDERS = (
   qwen3_5,
   phi3,
   glm4_moe_lite,
+  gemma4,
+  deepseek_v3,
+  granite4,
 )
 
 
 # The files of the other families are older than this field.
 GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5, phi3)
-GREEDY += (glm4_moe_lite,)
+GREEDY += (glm4_moe_lite, gemma4, deepseek_v3, granite4)
 
 
 def inputs():
@@ -414,6 +476,7 @@ def main(names=()):
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+    randomise(model, "layer_scalar", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     if build is qwen3_5:  # with faster decays torch's chunks lose digits
       randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
     model.save_pretrained(folder, max_shard_size="12KB")
@@ -428,10 +491,12 @@ def main(names=()):
     if build is gpt_oss:
       names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
       fields = {"target_parameters": names}
-    elif build is glm4_moe_lite:
+    elif build in (glm4_moe_lite, deepseek_v3):
       targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     elif model.config.model_type != "qwen3_moe":
       targets.append("down_proj")
+    if build is granite4:
+      targets = ["q_proj", "v_proj", "shared_mlp.output_linear"]
     if build is phi3:
       targets = ["qkv_proj", "o_proj", "gate_up_proj"]
     if build is nemotron_h:

@@ -3,6 +3,8 @@
 Runs where the `parity` extra is installed; parity_test.py compares with goldens.
 """
 
+import contextlib
+import copy
 import importlib.util
 
 import jax
@@ -29,9 +31,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 TOLERANCE = 1e-5
-# The gradient of the embeddings is ill-conditioned with vectors for every layer: 3.7e-5
-# was reached.
-GRADIENT_TOLERANCES = {"gemma4": 1e-4}
+# Share of the norm of all gradients; a leaf with a smaller norm is compared with it.
+FLOOR = 1e-3
+# Some of the models lose more than 1e-5 to rounding. Ours may lose this many times as
+# much as torch's float32 does. jax.nn.gelu lost 15 times as much for Gemma 4.
+NOISE = 3
 STEPS = 10
 
 
@@ -44,6 +48,42 @@ def make_models():
 
 
 make = make_models()
+
+
+@contextlib.contextmanager
+def everything_in_float64():
+  """Makes torch compute in float64 where the code of a model asks for float32."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(torch, "float32", torch.float64)
+    patch.setattr(torch, "float", torch.float64)
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    yield
+
+
+def save_gradients(model, tokens, mask, folder):
+  """Writes the gradients of float32, and those of float64, into two folders."""
+  exact = copy.deepcopy(model).double()
+  exact.set_experts_implementation("eager")  # the grouped product has no float64
+  with everything_in_float64():
+    make.save_gradients(exact, tokens, mask, folder / "exact")
+  make.save_gradients(model, tokens, mask, folder / "gradients")
+
+
+def read_gradients(folder):
+  """Returns the gradients by our paths."""
+  model = AutoModel.from_pretrained(folder, dtype=jnp.float32)
+  return tree.flatten(nnx.state(model))
+
+
+def leaf_errors(gradients, exact):
+  """Returns the norm of each leaf's error over the leaf's norm, or over the floor."""
+  total = np.sqrt(sum(np.sum(np.square(x)) for x in exact.values()))
+  floor = FLOOR * total
+  norm = np.linalg.norm
+  return {
+    path: norm(gradients[path] - value) / max(norm(value), floor)
+    for path, value in exact.items()
+  }
 
 
 @pytest.fixture(scope="module", params=odd_models.CASES, ids=str)
@@ -62,7 +102,7 @@ def case(request, tmp_path_factory):
   for path, value in model.named_buffers():
     if path.endswith("layer_scalar"):
       torch.nn.init.uniform_(value, 0.5, 1.5)
-  # With faster decays torch's chunks are wrong by 3e-5: it subtracts large sums.
+  # With faster decays torch's chunks lose 3e-5: it subtracts large sums.
   make.randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
   model.save_pretrained(folder)
   tokens, mask = make.inputs()
@@ -73,7 +113,7 @@ def case(request, tmp_path_factory):
     "logits": make.logits(model, tokens, mask),
     "greedy": make.greedy(model, tokens, mask, STEPS),
   }
-  make.save_gradients(model, tokens, mask, folder / "gradients")
+  save_gradients(model, tokens, mask, folder)
   return folder, want
 
 
@@ -103,18 +143,15 @@ def test_logits_loss_and_every_gradient(case):
   chosen = np.take_along_axis(logps, want["tokens"][:, 1:, None], -1)[..., 0]
   theirs = -np.sum(chosen * scored[:, :-1]) / scored.sum()
   np.testing.assert_allclose(value, theirs, rtol=TOLERANCE)
-  gradients = AutoModel.from_pretrained(folder / "gradients")
-  theirs = tree.flatten(nnx.state(gradients))
+  exact = read_gradients(folder / "exact")
   ours = tree.flatten(ours)
-  assert ours.keys() == theirs.keys()
-  total = np.sqrt(sum(np.sum(np.square(x)) for x in theirs.values()))
-  frozen = tree.flatten(nnx.state(model, FrozenParam))
-  for path, gradient in ours.items():
-    if path in frozen:
-      continue
-    error = np.linalg.norm(gradient - theirs[path])
-    limit = GRADIENT_TOLERANCES.get(want["name"], TOLERANCE)
-    assert error < limit * total, (path, error / total)
+  assert ours.keys() == exact.keys()
+  for path in tree.flatten(nnx.state(model, FrozenParam)):
+    del exact[path]
+  noise = max(leaf_errors(read_gradients(folder / "gradients"), exact).values())
+  errors = leaf_errors(ours, exact)
+  worst = max(errors, key=errors.__getitem__)
+  assert errors[worst] < max(TOLERANCE, NOISE * noise), (worst, errors[worst], noise)
 
 
 def test_greedy_text_of_the_engine_and_of_groups(case):

@@ -57,6 +57,22 @@ def test_chunks_equal_the_recurrence(length):
     assert error <= 1e-5 * max(np.linalg.norm(expected), 1e-3)
 
 
+def test_fast_decays_lose_no_digits():
+  x, dt, _, b, c = inputs(64)
+  dt = np.where(np.arange(64)[:, None] % 8, 0.1 * dt, 30.0).astype(np.float32)
+  a = -np.ones(4, np.float32)
+  got, last = state_space.chunked(x, dt, a, b, c)
+  state, want = np.zeros((2, 4, 3, 5)), []
+  for t in range(64):
+    both = [np.repeat(v[:, t].astype(np.float64), 2, axis=1) for v in (b, c)]
+    step = dt[:, t].astype(np.float64)
+    state = np.exp(-step)[..., None, None] * state
+    state += np.einsum("bh,bhp,bhn->bhpn", step, x[:, t], both[0])
+    want.append(np.einsum("bhpn,bhn->bhp", state, both[1]))
+  assert relative(got, np.stack(want, 1)) < 1e-6
+  assert relative(last, state) < 1e-6
+
+
 @pytest.mark.parametrize("form", [state_space.recurrent, state_space.chunked])
 def test_segments_and_padding_are_rows_of_their_own(form):
   x, dt, a, b, c = inputs(21, rows=1)

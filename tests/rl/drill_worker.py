@@ -12,6 +12,9 @@ import optax
 from tests import toys
 from tests.rl import clusters
 from tests.rl.env import toy_envs
+from tunix.models.automodel import AutoModel
+from tunix.models.qwen3_5.model import ModelConfig, pattern
+from tunix.models.transformer.config import DeltaNetConfig, fields_by_type
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -21,10 +24,29 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.peft_trainer import CheckpointOptions
 
 STEPS = 24
+# A gated delta net below gated attention.
+RECURRENT = ModelConfig(
+  num_layers=2,
+  layer_types=pattern(2, interval=2),
+  type_fields=fields_by_type(
+    linear={
+      "mixer": DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=8, key_dim=8)
+    }
+  ),
+  vocab_size=toys.VOCAB,
+  embed_dim=32,
+  hidden_dim=48,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=16,
+)
 
 
-def actor(lora_rank: int = 0):
-  return toys.model(embed_dim=64, hidden_dim=128, head_dim=16, lora_rank=lora_rank)
+def actor(job: str = ""):
+  if job == "grpo-recurrent":
+    return AutoModel.from_config(RECURRENT)
+  rank = 4 if job == "grpo-lora" else 0
+  return toys.model(embed_dim=64, hidden_dim=128, head_dim=16, lora_rank=rank)
 
 
 def sometimes(prompts, completions, number, **columns):
@@ -34,7 +56,7 @@ def sometimes(prompts, completions, number, **columns):
 
 
 def learner(job: str, folder: pathlib.Path) -> RLLearner:
-  """The learner of a job: "grpo", "grpo-lora", "lagged", "greedy-env", ..."""
+  """The learner of a job: "grpo", "grpo-lora", "grpo-recurrent", "lagged", ..."""
   options = {
     "max_steps": STEPS,
     "eval_every_n_steps": 6,
@@ -74,9 +96,9 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     )
   if job == "lagged":
     options |= {"schedule": "lagged", "lag": 2}
-  lora = job == "grpo-lora"
-  models = {} if lora else {"reference": actor()}
-  cluster = clusters.cluster(actor(4 if lora else 0), **models, **options)
+  # A LoRA's reference is its base.
+  models = {} if job == "grpo-lora" else {"reference": actor(job)}
+  cluster = clusters.cluster(actor(job), **models, **options)
   config = GRPOConfig(num_generations=4, **shared)
   return GRPOLearner(cluster, config, clusters.even, data_shuffle_seed=1)
 

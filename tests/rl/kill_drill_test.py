@@ -20,6 +20,7 @@ from tunix.rl import journal
     pytest.param("grpo", 8),
     pytest.param("ppo", 8),
     pytest.param("grpo-lora", 1, marks=pytest.mark.ci),
+    ("grpo-recurrent", 1),
     ("dapo", 2),
     ("lagged", 2),
     ("lagged-env", 2),

@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from tunix.ops import linear_recurrence
+
 Vectors = Float[Array, "B T G K"]
 Values = Float[Array, "B T H V"]
 Rates = Float[Array, "B T H"]
@@ -57,21 +59,8 @@ def recurrent(
     state: state before the first token; None for zeros.
     starts: True at tokens that begin a segment; None for none.
   """
-  q, k, v, g, beta, fresh, first = _float32(q, k, v, g, beta, state, starts)
-  heads = v.shape[2]
-
-  def token(state, inputs):
-    q, k, v, g, beta, fresh = inputs
-    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
-    keep = jnp.where(fresh[:, None], 0.0, jnp.exp(g))
-    state = keep[..., None, None] * state
-    known = _einsum("bhk,bhkv->bhv", k, state)
-    state = state + _einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - known))
-    return state, _einsum("bhk,bhkv->bhv", q, state)
-
-  by_token = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, fresh)]
-  last, y = jax.lax.scan(token, first, tuple(by_token))
-  return jnp.moveaxis(y, 0, 1), last
+  arrays = _arrays(q, k, v, g, beta, state)
+  return linear_recurrence.by_tokens(_token, *arrays, starts)
 
 
 def chunked(
@@ -99,48 +88,21 @@ def chunked(
   """
   if chunk < 1 or chunk & (chunk - 1):
     raise ValueError(f"chunk is {chunk}; expected a power of 2, such as 64")
-  q, k, v, g, beta, fresh, first = _float32(q, k, v, g, beta, state, starts)
-  (rows, length, groups), heads = k.shape[:3], v.shape[2]
-  chunk = min(chunk, 1 << (length - 1).bit_length())
-  padding = -length % chunk  # tokens with beta = 0 and g = 0
-
-  def cut(x):
-    """Returns the chunks, [T / C, B, ..., C] or [T / C, B, ..., C, K]."""
-    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-    x = jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
-    return x if x.ndim == 3 else jnp.moveaxis(x, 2, 3)
-
-  grouped = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
-  each = lambda x: jnp.moveaxis(cut(grouped(x)), 3, 4)  # [T / C, B, G, H / G, C, ...]
-  inputs = (cut(q), cut(k), each(v), each(g), each(beta), cut(fresh))
-  first = first.reshape(rows, groups, -1, *first.shape[2:])
-  last, y = jax.lax.scan(jax.checkpoint(_chunk), first, inputs)
-  # [T / C, B, G, H / G, C, V] to [B, T, H, V]
-  y = jnp.moveaxis(y, (0, 4), (1, 2)).reshape(rows, -1, heads, y.shape[-1])
-  return y[:, :length], last.reshape(rows, heads, *last.shape[3:])
+  arrays = _arrays(q, k, v, g, beta, state)
+  return linear_recurrence.by_chunks(_chunk, *arrays, starts, chunk=chunk)
 
 
-def _chunk(state, inputs):
-  """Runs a chunk: (state after it, y).
+def _token(state, vectors, values):
+  """Runs a token, see `linear_recurrence.TokenRule`."""
+  (q, k), (v, beta) = vectors, values
+  known = _einsum("bhk,bhkv->bhv", k, state)
+  state = state + _einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - known))
+  return state, _einsum("bhk,bhkv->bhv", q, state)
 
-  Shapes: q, k [B, G, C, K]; v [B, G, R, C, V]; g, beta [B, G, R, C]; fresh [B, C];
-  state [B, G, R, K, V].
-  """
-  q, k, v, g, beta, fresh = inputs
-  tokens = fresh.shape[1]
-  segment = jnp.cumsum(fresh, axis=1)
-  # Token t sees token s <= t if no segment begins after s, up to t.
-  sees = segment[:, :, None] == segment[:, None, :]
-  sees &= jnp.tril(jnp.ones((tokens, tokens), bool))
-  # gap[t, s] = g_{s+1} + ... + g_t. Differences of sums that begin with the chunk would
-  # lose digits: a decay of exp(-10) per token is common.
-  later = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
-  gap = jnp.cumsum(jnp.where(later, g[..., None], 0.0), axis=-2)
-  decay = jnp.exp(jnp.where(sees[:, None, None], gap, -jnp.inf))  # [B, G, R, C, C]
-  begun = (segment == 0)[:, None, None]
-  # Decay of the state before the chunk.
-  old = jnp.where(begun, jnp.exp(jnp.cumsum(g, axis=-1)), 0.0)
 
+def _chunk(state, decay, old, vectors, values):
+  """Runs a chunk, see `linear_recurrence.ChunkRule`."""
+  (q, k), (v, beta) = vectors, values
   keys = _einsum("bgtk,bgsk->bgts", k, k)[:, :, None]
   solve = _inverse(jnp.tril(beta[..., None] * decay * keys, -1))
   known = old[..., None] * _einsum("bgtk,bgrkv->bgrtv", k, state)
@@ -183,10 +145,9 @@ def _inverse_jvp(primals, tangents):
   return out, -_einsum("...ij,...jk,...kl->...il", out, change, out)
 
 
-def _float32(q, k, v, g, beta, state, starts):
-  """Returns the arguments as float32, `starts` as an array, and the first state."""
+def _arrays(q, k, v, g, beta, state):
+  """Returns (state, g, vectors, values) in float32."""
   q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
-  fresh = jnp.zeros(g.shape[:2], bool) if starts is None else starts
   if state is None:
     state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
-  return q, k, v, g, beta, jnp.asarray(fresh), state.astype(jnp.float32)
+  return state.astype(jnp.float32), g, (q, k), (v, beta)

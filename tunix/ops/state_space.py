@@ -16,9 +16,10 @@ that begins a segment (`starts`) sees no state of earlier tokens.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from tunix.ops import linear_recurrence
 
 Values = Float[Array, "B T H P"]
 Steps = Float[Array, "B T H"]
@@ -46,22 +47,8 @@ def recurrent(
     state: state before the first token; None for zeros.
     starts: True at tokens that begin a segment; None for none.
   """
-  heads = x.shape[2]
-  x, dt, b, c = (v.astype(jnp.float32) for v in (x, dt, b, c))
-  first = _state(x, b) if state is None else state.astype(jnp.float32)
-  fresh = jnp.zeros(x.shape[:2], bool) if starts is None else starts
-
-  def token(state, inputs):
-    x, dt, b, c, fresh = inputs
-    b, c = (jnp.repeat(v, heads // v.shape[1], axis=1) for v in (b, c))
-    keep = jnp.where(fresh[:, None], 0.0, jnp.exp(dt * a))
-    state = keep[..., None, None] * state
-    state = state + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, b)
-    return state, jnp.einsum("bhpn,bhn->bhp", state, c)
-
-  by_token = [jnp.moveaxis(v, 1, 0) for v in (x, dt, b, c, fresh)]
-  last, y = jax.lax.scan(token, first, tuple(by_token))
-  return jnp.moveaxis(y, 0, 1), last
+  arrays = _arrays(x, dt, a, b, c, state)
+  return linear_recurrence.by_tokens(_token, *arrays, starts)
 
 
 def chunked(
@@ -84,47 +71,31 @@ def chunked(
     x, dt, a, b, c, state, starts: see `recurrent`.
     chunk: number Q of tokens of a chunk.
   """
-  length = x.shape[1]
+  arrays = _arrays(x, dt, a, b, c, state)
+  return linear_recurrence.by_chunks(_chunk, *arrays, starts, chunk=chunk)
+
+
+def _token(state, vectors, values):
+  """Runs a token, see `linear_recurrence.TokenRule`."""
+  (b, c), (inputs,) = vectors, values
+  state = state + jnp.einsum("bhp,bhn->bhpn", inputs, b)
+  return state, jnp.einsum("bhpn,bhn->bhp", state, c)
+
+
+def _chunk(state, decay, old, vectors, values):
+  """Runs a chunk, see `linear_recurrence.ChunkRule`."""
+  (b, c), (inputs,) = vectors, values
+  scores = jnp.einsum("bgtn,bgsn->bgts", c, b)[:, :, None]
+  y = jnp.einsum("bgrts,bgrsp->bgrtp", decay * scores, inputs)
+  y = y + old[..., None] * jnp.einsum("bgtn,bgrpn->bgrtp", c, state)
+  state = old[..., -1, None, None] * state
+  inputs = decay[..., -1, :, None] * inputs
+  return state + jnp.einsum("bgrsp,bgsn->bgrpn", inputs, b), y
+
+
+def _arrays(x, dt, a, b, c, state):
+  """Returns (state, logarithms of decays, vectors, values) in float32."""
   x, dt, b, c = (v.astype(jnp.float32) for v in (x, dt, b, c))
-  first = _state(x, b) if state is None else state.astype(jnp.float32)
-  fresh = jnp.zeros(x.shape[:2], bool) if starts is None else starts
-  chunk = min(chunk, length)
-  padding = -length % chunk  # tokens with dt = 0
-
-  def cut(v):
-    v = jnp.pad(v, [(0, 0), (0, padding)] + [(0, 0)] * (v.ndim - 2))
-    return jnp.moveaxis(v.reshape(v.shape[0], -1, chunk, *v.shape[2:]), 1, 0)
-
-  step = jax.checkpoint(lambda state, inputs: _chunk(state, a, *inputs))
-  last, y = jax.lax.scan(step, first, tuple(map(cut, (x, dt, b, c, fresh))))
-  y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], -1, *x.shape[2:])
-  return y[:, :length], last
-
-
-def _chunk(state, a, x, dt, b, c, fresh):
-  """Runs a chunk: (state after it, y)."""
-  batch, tokens, groups = b.shape[:3]
-  by_group = lambda v: v.reshape(batch, tokens, groups, -1, *v.shape[3:])
-  x, dt = by_group(x), by_group(dt)  # [B, Q, G, H / G, ...]
-  state = state.reshape(batch, groups, -1, *state.shape[2:])
-  # total[t]: logarithm of the decay from before the chunk to token t.
-  total = jnp.cumsum(dt * a.reshape(groups, -1), axis=1)
-  segment = jnp.cumsum(fresh, axis=1)
-  # Token t sees token s <= t if no segment begins after s, up to t.
-  sees = segment[:, :, None] == segment[:, None, :]
-  sees &= jnp.tril(jnp.ones((tokens, tokens), bool))
-  gap = total[:, :, None] - total[:, None, :]  # [B, t, s, G, H / G], at most 0
-  decay = jnp.exp(jnp.where(sees[..., None, None], gap, -jnp.inf))
-  scores = jnp.einsum("btgn,bsgn->btsg", c, b)
-  inputs = dt[..., None] * x
-  y = jnp.einsum("btsg,btsgk,bsgkp->btgkp", scores, decay, inputs)
-  old = jnp.where((segment == 0)[..., None, None], jnp.exp(total), 0.0)
-  y = y + jnp.einsum("btgn,btgk,bgkpn->btgkp", c, old, state)
-  state = old[:, -1, :, :, None, None] * state
-  state = state + jnp.einsum("bsgk,bsgkp,bsgn->bgkpn", decay[:, -1], inputs, b)
-  flat = lambda v, at: v.reshape(*v.shape[:at], -1, *v.shape[at + 2 :])
-  return flat(state, 1), flat(y, 2)
-
-
-def _state(x: Values, b: Vectors) -> State:
-  return jnp.zeros((x.shape[0], *x.shape[2:], b.shape[-1]), jnp.float32)
+  if state is None:
+    state = jnp.zeros((x.shape[0], *x.shape[2:], b.shape[-1]), jnp.float32)
+  return state.astype(jnp.float32), dt * a, (b, c), (dt[..., None] * x,)

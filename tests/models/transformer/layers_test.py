@@ -1,4 +1,4 @@
-"""Linear maps with experts: `grouped` and `per_expert` against a loop over experts."""
+"""Linear maps with experts against a loop over experts; activations."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests.models import checkpoints
 from tunix.models import quantisation
-from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.layers import Linear, gelu_tanh
 
 EXPERTS, IN, OUT, RANK = 3, 32, 6, 2
 SIZES = np.array([4, 0, 3], np.int32)
@@ -101,3 +101,17 @@ def test_an_output_without_magnitude_is_left_alone():
   x = draw(6, EXPERTS, 2, IN)
   plain = make(lora=True)
   np.testing.assert_allclose(linear.per_expert(x), plain.per_expert(x), rtol=1e-6)
+
+
+def test_the_gradient_of_gelu_keeps_its_digits():
+  x = np.linspace(-8, 8, 4001).astype(np.float32)
+  wide, slope = x.astype(np.float64), np.sqrt(2 / np.pi)
+  tanh = np.tanh(slope * (wide + 0.044715 * wide**3))
+  np.testing.assert_allclose(gelu_tanh(x), 0.5 * wide * (1 + tanh), atol=1e-6)
+  # 1 - tanh^2 without a difference.
+  fall = np.cosh(slope * (wide + 0.044715 * wide**3)) ** -2
+  want = 0.5 * (1 + tanh)
+  want += 0.5 * wide * fall * slope * (1 + 3 * 0.044715 * wide**2)
+  error = lambda f: np.max(np.abs(jax.vmap(jax.grad(f))(x) - want) / (abs(want) + 1e-3))
+  assert error(gelu_tanh) < 3e-5
+  assert error(jax.nn.gelu) > 1e-3

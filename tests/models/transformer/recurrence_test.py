@@ -13,13 +13,18 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.generate.sampler import Sampler
-from tunix.models.transformer.config import Mamba2Config, fields_by_type
+from tunix.models.transformer.config import (
+  DeltaNetConfig,
+  Mamba2Config,
+  fields_by_type,
+)
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.utils import tree
 
 VOCAB = 600
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 12)).astype(np.int32)
 MAMBA = Mamba2Config(num_heads=4, head_dim=6, state_dim=5, groups=2, least_step=0.01)
+DELTA = DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=5, key_dim=6)
 
 
 @functools.cache
@@ -112,6 +117,24 @@ def test_gradients_of_a_scanned_model():
   gradients = tree.flatten(jax.jit(jax.grad(loss))(state))
   for path, gradient in gradients.items():
     assert np.isfinite(gradient).all() and np.any(gradient), path
+
+
+def test_a_decoding_step_costs_the_same_at_every_position():
+  def cost(size, **fields):
+    """Returns the work and the traffic of a step with room for `size` tokens."""
+    one = toys.model(num_layers=1, **fields)
+    graph, state = nnx.split(one)
+    cache = jax.eval_shape(lambda: one.init_cache(2, size))
+    call = lambda state, tokens, cache: nnx.merge(graph, state)(tokens, cache=cache)
+    program = jax.jit(call).lower(state, TOKENS[:, :1], cache)
+    found = program.cost_analysis()
+    return found["flops"], found["bytes accessed"]
+
+  for mixer in MAMBA, DELTA:
+    fields = fields_by_type(linear={"mixer": mixer})
+    recurrent = {"layer_types": ("linear",), "type_fields": fields}
+    assert cost(64, **recurrent) == cost(4096, **recurrent)
+  assert cost(4096)[1] > 10 * cost(64)[1]  # attention reads the row
 
 
 @pytest.mark.parametrize(

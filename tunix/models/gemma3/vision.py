@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear, fresh, param
+from tunix.models.transformer.layers import Linear, fresh, gelu_tanh, param
 from tunix.models.transformer.unstack import layer_states
 from tunix.utils import checks
 
@@ -230,7 +230,7 @@ class VisionMLP(nnx.Module):
     self.fc1, self.fc2 = fc1, fc2
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.fc2(jax.nn.gelu(self.fc1(x), approximate=True))
+    return self.fc2(gelu_tanh(self.fc1(x)))
 
 
 class VisionLayer(nnx.Module):

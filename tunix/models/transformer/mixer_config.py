@@ -51,6 +51,11 @@ class Mamba2Config:
     """Number of channels of the convolution, H P + 2 G N."""
     return self.inner_dim + 2 * self.groups * self.state_dim
 
+  @property
+  def state_shape(self) -> tuple[int, int]:
+    """Shape of a head's state, [P, N]."""
+    return self.head_dim, self.state_dim
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig:
@@ -89,3 +94,8 @@ class DeltaNetConfig:
   def channels(self) -> int:
     """Number of channels of the convolution, 2 G K + H V."""
     return 2 * self.num_key_heads * self.key_dim + self.inner_dim
+
+  @property
+  def state_shape(self) -> tuple[int, int]:
+    """Shape of a head's state, [K, V]."""
+    return self.key_dim, self.head_dim
