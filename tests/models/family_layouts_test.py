@@ -29,6 +29,7 @@ SLOW = dict.fromkeys(
   "gemma4_26b_a4b": {"fsdp": 2, "ep": 4},
   "gpt_oss_20b": {"fsdp": 2, "ep": 2, "tp": 2},
   "nemotron3_nano_30b_a3b": {"fsdp": 2, "ep": 4},
+  "qwen3p5_35b_a3b": {"ep": 2, "cp": 2, "tp": 2},
 }
 PRESETS = (*IN_CI, *SLOW)
 

@@ -88,6 +88,9 @@ COUNTS = {
   "qwen3p5_4b": ("Qwen/Qwen3.5-4B", 4_205_751_296),
   "qwen3p5_9b": ("Qwen/Qwen3.5-9B", 8_953_803_264),
   "qwen3p5_27b": ("Qwen/Qwen3.5-27B", 26_895_998_464),
+  "qwen3p5_35b_a3b": ("Qwen/Qwen3.5-35B-A3B", 34_660_610_688),
+  "qwen3p5_122b_a10b": ("Qwen/Qwen3.5-122B-A10B", 122_111_526_912),
+  "qwen3p5_397b_a17b": ("Qwen/Qwen3.5-397B-A17B", 396_346_350_336),
   "smollm3_3b": ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
 }
 
