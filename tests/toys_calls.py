@@ -68,6 +68,17 @@ QWEN25 = r"""
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
+# The arguments of a call are tagged texts.
+QWEN35 = QWEN25.replace(
+  r"""{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}""",
+  r"""{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\n' ~ value ~ '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}""",
+)
+
 # Shows the thinking of turns after the last question.
 QWEN3 = QWEN25.replace(
   "{{ open }}{{ message.content }}",
@@ -231,6 +242,16 @@ GLM4 = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """
 
+GLM47 = GLM4.replace(
+  r"""{{- '\n<tool_call>' + call.function.name + '\n' }}
+{{- call.function.arguments | tojson }}{{ '\n</tool_call>' }}""",
+  r"""{{- '<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<arg_key>' + key + '</arg_key><arg_value>' ~ value ~ '</arg_value>' }}
+{%- endfor %}
+{{- '</tool_call>' }}""",
+)
+
 # Two tokens close each turn of the assistant; the next header begins with a third.
 COMMAND = r"""
 {{- bos_token }}
@@ -360,8 +381,13 @@ TEMPLATES = {
   "command": (COMMAND, "<s>", "<|/turn|>", "system parallel beside text"),
   "gemma3": (GEMMA3, "<bos>", "<eos>", "system no_calls"),
 }
-# Its template takes only objects as arguments, and prints them as Python.
-OLMO = {"olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text")}
+# Their templates take only objects as arguments, and print them in other forms than
+# JSON.
+UNLIKE_JSON = {
+  "olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text"),
+  "qwen35": (QWEN35, "", "<|im_end|>", "system parallel beside text"),
+  "glm47": (GLM47, "", "<|endoftext|>", "system parallel beside text"),
+}
 SPECIAL = [
   *("<|eom_id|>", "<|python_tag|>", "<|end|>", "<|user|>", "<|system|>", "<|tool|>"),
   *("<|assistant|>", "<|tool_call|>", "<|/tool_call|>", "<|observation|>", "<|call|>"),
@@ -392,7 +418,7 @@ def raw_tokenizer():
 
 
 def tokenizer_of(name):
-  source, bos, eos, _ = {**TEMPLATES, **OLMO}[name]
+  source, bos, eos, _ = {**TEMPLATES, **UNLIKE_JSON}[name]
   return TokenizerAdapter(
     raw_tokenizer(), chat_template=source, bos_token=bos, eos_token=eos
   )

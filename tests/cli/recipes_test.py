@@ -18,6 +18,7 @@ IN_CI = (
   "gemma3_4b_dpo",
   "llama3p2_1b_distill",
   "qwen3_30b_a3b_grpo",
+  "qwen3p5_35b_a3b_sft_lora",
 )
 _COMMAND = re.compile(r"#   tunix plan (\S+) --topology (\S+)\n#   tunix train (\S+)\n")
 _RECORD = {

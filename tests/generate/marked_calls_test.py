@@ -35,6 +35,17 @@ def test_olmo3(end):
   assert read("olmo3", OLMO + end) == ("", "I add.", wanted)
 
 
+def test_python_code_of_smollm3():
+  code = "I add.\n<code>\nadd(a=1)\nprint(sub(b='x'))\n</code>"
+  assert read("smollm3_code", code) == (
+    "",
+    "I add.",
+    [("add", {"a": 1}), ("sub", {"b": "x"})],
+  )
+  other = "<code>total = add(a=1)\nprint(total)</code>"
+  assert read("smollm3_code", other) == ("", other, [])
+
+
 def test_reasoning_of_ministral3():
   text = '[THINK]so we ask[/THINK]yes[TOOL_CALLS]add[ARGS]{"a": 1}'
   assert read("mistral", text) == ("so we ask", "yes", [("add", {"a": 1})])

@@ -271,6 +271,23 @@ def qwen3_5():
   return transformers.Qwen3_5ForCausalLM(config)
 
 
+def qwen3_5_moe():
+  """A gated delta net and gated attention; experts in both, with a gated shared one."""
+  config = transformers.Qwen3_5MoeTextConfig(
+    **{k: v for k, v in COMMON.items() if k != "intermediate_size"},
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=12,
+  )
+  return transformers.Qwen3_5MoeForCausalLM(config)
+
+
 def phi3():
   """Fused projections, a partial rotary embedding with LongRoPE's short divisors."""
   rope = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -387,12 +404,13 @@ BUILDERS = (
   gemma4,
   deepseek_v3,
   granite4,
+  qwen3_5_moe,
 )
 
 
 # The files of the other families are older than this field.
 GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5, phi3)
-GREEDY += (glm4_moe_lite, gemma4, deepseek_v3, granite4)
+GREEDY += (glm4_moe_lite, gemma4, deepseek_v3, granite4, qwen3_5_moe)
 
 
 def inputs():
@@ -477,7 +495,7 @@ def main(names=()):
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "layer_scalar", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
-    if build is qwen3_5:  # with faster decays torch's chunks lose digits
+    if build in (qwen3_5, qwen3_5_moe):  # with faster decays torch's chunks lose digits
       randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
@@ -493,7 +511,7 @@ def main(names=()):
       fields = {"target_parameters": names}
     elif build in (glm4_moe_lite, deepseek_v3):
       targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    elif model.config.model_type != "qwen3_moe":
+    elif model.config.model_type not in ("qwen3_moe", "qwen3_5_moe_text"):
       targets.append("down_proj")
     if build is granite4:
       targets = ["q_proj", "v_proj", "shared_mlp.output_linear"]
@@ -501,7 +519,7 @@ def main(names=()):
       targets = ["qkv_proj", "o_proj", "gate_up_proj"]
     if build is nemotron_h:
       targets.append("in_proj")
-    if build is qwen3_5:
+    if build in (qwen3_5, qwen3_5_moe):
       targets += ["in_proj_qkv", "in_proj_z", "out_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
     adapted = peft.get_peft_model(model, config).eval()

@@ -24,11 +24,21 @@ IN_CI = {
   "qwen3p5_0p8b": MESH,
 }
 SLOW = dict.fromkeys(
-  ["granite3p3_2b", "ministral3_3b", "olmo3_7b", "phi4_mini_3p8b", "smollm3_3b"], MESH
+  [
+    "granite3p3_2b",
+    "granite4_1b",
+    "ministral3_3b",
+    "olmo3_7b",
+    "phi4_mini_3p8b",
+    "smollm3_3b",
+  ],
+  MESH,
 ) | {
+  "deepseek_v3_671b": {"fsdp": 2, "ep": 2, "tp": 2},
   "gemma4_26b_a4b": {"fsdp": 2, "ep": 4},
   "gpt_oss_20b": {"fsdp": 2, "ep": 2, "tp": 2},
   "nemotron3_nano_30b_a3b": {"fsdp": 2, "ep": 4},
+  "qwen3p5_35b_a3b": {"ep": 2, "cp": 2, "tp": 2},
 }
 PRESETS = (*IN_CI, *SLOW)
 

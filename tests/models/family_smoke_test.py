@@ -31,6 +31,7 @@ SLOW = (
   "olmo3_7b",
   "phi4_mini_3p8b",
   "qwen3_30b_a3b",
+  "qwen3p5_35b_a3b",
   "smollm3_3b",
 )
 PRESETS = (*IN_CI, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))

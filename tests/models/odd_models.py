@@ -263,6 +263,46 @@ FAMILIES["qwen3_5"] = (
     },
   ),
 )
+SPARSE = {
+  "num_experts": 5,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 8,
+  "shared_expert_intermediate_size": 12,
+}
+FAMILIES["qwen3_5_moe"] = (
+  "Qwen3_5MoeText",
+  (
+    FIVE | DELTA | SPARSE | {"head_dim": 16, "rms_norm_eps": 1e-3},
+    THREE
+    | DELTA
+    | SPARSE
+    | {
+      "head_dim": 6,
+      "layer_types": [FULL, LINEAR, FULL],
+      "num_key_value_heads": 1,
+      "num_experts_per_tok": 1,
+      "linear_num_value_heads": 2,
+      "linear_conv_kernel_dim": 2,
+      "rms_norm_eps": 1e-2,
+      "initializer_range": 0.2,
+      "tie_word_embeddings": True,
+      "rope_parameters": YARN
+      | {"rope_theta": 100.0, "partial_rotary_factor": 0.7, "mrope_section": [1, 0, 1]},
+    },
+    # Every token uses every expert, and the shared one is narrower than they are.
+    THREE
+    | DELTA
+    | SPARSE
+    | {
+      "head_dim": 8,
+      "layer_types": [LINEAR, LINEAR, FULL],
+      "num_experts_per_tok": 5,
+      "shared_expert_intermediate_size": 4,
+      "attention_bias": True,
+      "linear_num_key_heads": 1,
+    },
+  ),
+)
 LONG = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 FAMILIES["phi3"] = (
   "Phi3",

@@ -101,6 +101,7 @@ def test_bfloat16(tmp_path):
 OTHER_TARGETS = {
   "gpt_oss": ("q_proj", "o_proj", "gate_up_proj"),
   "nemotron_h": ("q_proj", "in_proj", "up_proj"),  # PEFT refuses out_proj
+  "qwen3_5_moe": lora.ALL_LINEAR,  # modules, and parameters of experts
   "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
   "glm4_moe_lite": ("o_proj", "kv_b_proj"),
 }

@@ -4,9 +4,9 @@
 # the "Safetensors, model size" box of the repository's page, that is of the metadata of
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
-# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
-# Ministral 3, OLMo 3, SmolLM3, Phi 4 and GLM-4.7 Flash were computed from the presets
-# and not compared with the pages.
+# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3
+# and 4, Ministral 3, OLMo 3, SmolLM3, Phi 4, GLM-4.7 Flash and DeepSeek-V3 were
+# computed from the presets and not compared with the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),
@@ -22,7 +22,8 @@ COUNTS = {
   # are those of the presets. The files count four-bit weights otherwise.
   "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
   "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
-  # Without the layer for further tokens (MTP), which the page counts.
+  # Without the layer for further tokens (MTP), which the pages count.
+  "deepseek_v3_671b": ("deepseek-ai/DeepSeek-V3", 671_026_419_200),
   "glm4p7_flash": ("zai-org/GLM-4.7-Flash", 29_943_393_920),
   # Text models without towers. The pages name 2.3B and 4.5B without the table of the
   # vectors for every layer (2,348,810,240 and 2,818,572,288), 30.7B and 25.2B.
@@ -34,6 +35,8 @@ COUNTS = {
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),
   "granite3p3_8b": ("ibm-granite/granite-3.3-8b-base", 8_170_864_640),
+  "granite4_1b": ("ibm-granite/granite-4.0-1b-base", 1_631_750_144),
+  "granite4_micro": ("ibm-granite/granite-4.0-micro-base", 3_402_836_480),
   "llama3_8b": ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
   "llama3_70b": ("meta-llama/Meta-Llama-3-70B", 70_553_706_496),
   "llama3p1_8b": ("meta-llama/Llama-3.1-8B", 8_030_261_248),
@@ -88,6 +91,9 @@ COUNTS = {
   "qwen3p5_4b": ("Qwen/Qwen3.5-4B", 4_205_751_296),
   "qwen3p5_9b": ("Qwen/Qwen3.5-9B", 8_953_803_264),
   "qwen3p5_27b": ("Qwen/Qwen3.5-27B", 26_895_998_464),
+  "qwen3p5_35b_a3b": ("Qwen/Qwen3.5-35B-A3B", 34_660_610_688),
+  "qwen3p5_122b_a10b": ("Qwen/Qwen3.5-122B-A10B", 122_111_526_912),
+  "qwen3p5_397b_a17b": ("Qwen/Qwen3.5-397B-A17B", 396_346_350_336),
   "smollm3_3b": ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
 }
 

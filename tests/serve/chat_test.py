@@ -101,6 +101,25 @@ def test_a_prompt_may_open_the_reasoning():
     assert chat(made)["choices"][0]["message"]["content"] == text
 
 
+def test_the_schema_of_a_tool_says_what_a_tagged_value_is():
+  template = "{{ messages[0].content }}{# <function= #}"
+  tokenizer = toys_text.chat_tokenizer("plain")
+  tokenizer = type(tokenizer)(tokenizer, chat_template=template)
+  text = "so <tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n"
+  text += "</function>\n</tool_call>"
+  schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+  texts = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+  with server(FakeEngine(tokenizer, text=text), tool_format="auto") as made:
+    for tools, value in ((TOOLS, 7), (texts, "7")):
+      (call,) = chat(made, tools=tools)["choices"][0]["message"]["tool_calls"]
+      assert json.loads(call["function"]["arguments"]) == {"a": value}
+    events = made.events(PATH, {"messages": MESSAGES, "tools": texts})
+    assert joined(events, "content") == "so"
+    deltas = [e["choices"][0]["delta"] for e in events]
+    (found,) = [x for d in deltas for x in d.get("tool_calls", ())]
+    assert json.loads(found["function"]["arguments"]) == {"a": "7"}
+
+
 def test_mistral_marks_are_special_tokens():
   """The engine's text has no special tokens; the marks come from the ids."""
   raw = toys_text.bpe()

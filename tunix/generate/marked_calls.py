@@ -1,7 +1,11 @@
-"""Tool calls between two marks, in the formats of Granite 3 and OLMo 3.
+"""Tool calls between two marks, in the formats of Granite 3, OLMo 3 and SmolLM3.
 
     <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
     <function_calls>add(a=3)\nadd(a=4)</function_calls>           olmo3
+    <code>add(a=3)\nprint(add(a=4))</code>                        smollm3_code
+
+SmolLM3 writes the last one if its tools were given as `python_tools`. Other code
+between these marks is no list of calls, and stays text.
 
 The closing mark may be missing at the end of an answer.
 """
@@ -17,6 +21,7 @@ from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
 
 GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
+CODE, CODE_END = "<code>", "</code>"
 # Values of JSON, which templates print among arguments in Python's syntax.
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -84,6 +89,11 @@ def olmo3_reader() -> MarkedReader:
   return MarkedReader(OLMO_CALLS, OLMO_END, _python_calls)
 
 
+def smollm3_code_reader() -> MarkedReader:
+  """Returns the reader of SmolLM3's Python code; it may print the calls."""
+  return MarkedReader(CODE, CODE_END, lambda body: _python_calls(body, prints=True))
+
+
 def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
   try:
     values = json.loads(body)
@@ -99,14 +109,29 @@ def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
   return out
 
 
-def _python_calls(body: str) -> list[tuple[str, dict[str, Any]]] | None:
-  """Reads calls with named arguments that are literals; runs nothing."""
+def _python_calls(
+  body: str, prints: bool = False
+) -> list[tuple[str, dict[str, Any]]] | None:
+  """Reads calls with named arguments that are literals; runs nothing.
+
+  Args:
+    body: the calls, one to a line.
+    prints: if True, `print(call)` stands for the call.
+  """
   try:
     lines = ast.parse(body.strip()).body
-    return [_python_call(line) for line in lines]
+    return [_python_call(_printed(line) if prints else line) for line in lines]
   # The text is the model's, and may be nested too deeply for the parser.
   except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
     return None
+
+
+def _printed(line: ast.stmt) -> ast.stmt:
+  """Returns what a line prints as a line, or the line itself."""
+  match line:
+    case ast.Expr(ast.Call(ast.Name("print"), [inner], [])):
+      return ast.Expr(inner)
+  return line
 
 
 def _python_call(line: ast.stmt) -> tuple[str, dict[str, Any]]:

@@ -23,17 +23,29 @@ from tunix.generate.answer_pieces import (
 )
 from tunix.generate.harmony import CHANNEL, HarmonyReader
 from tunix.generate.marked_calls import (
+  CODE as CODE,
   GRANITE_CALLS as GRANITE_CALLS,
   OLMO_CALLS as OLMO_CALLS,
   OLMO_END as OLMO_END,
   granite_reader,
   olmo3_reader,
+  smollm3_code_reader,
+)
+from tunix.generate.tagged_calls import (
+  CLOSE_CALL as CLOSE_CALL,
+  DEEPSEEK_CALLS as DEEPSEEK_CALLS,
+  DEEPSEEK_MARKS as DEEPSEEK_MARKS,
+  GLM_KEY,
+  OPEN_CALL as OPEN_CALL,
+  QWEN_FUNCTION,
+  deepseek_v3_reader,
+  glm4_reader,
+  qwen3_coder_reader,
 )
 
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 # Marks around the reasoning; the second pair is that of Mistral's models.
 THINK_MARKS = {OPEN_THINK: CLOSE_THINK, "[THINK]": "[/THINK]"}
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
 
@@ -275,14 +287,24 @@ def short_call_id() -> str:
 
 
 def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
-  """Returns the reader of a format: a key below, such as "hermes" or "none"."""
+  """Returns the reader of a format.
+
+  Args:
+    tool_format: a key below, such as "hermes" or "none".
+    tools: names of the tools, or a mapping from them to the JSON schemas of their
+      arguments. Formats that print texts without quotes look up the types there.
+  """
   readers = {
+    "deepseek_v3": deepseek_v3_reader,
+    "glm4": lambda: glm4_reader(tools),
     "granite": granite_reader,
     "harmony": HarmonyReader,
     "hermes": HermesReader,
     "llama3": lambda: Llama3Reader(tools),
     "mistral": MistralReader,
     "olmo3": olmo3_reader,
+    "qwen3_coder": lambda: qwen3_coder_reader(tools),
+    "smollm3_code": smollm3_code_reader,
     "none": PlainReader,
   }
   return readers[tool_format]()
@@ -295,7 +317,10 @@ def format_of(template: Any) -> str:
     template: jinja source, or sources by name, or None.
   """
   source = template if isinstance(template, str) else "".join((template or {}).values())
-  marks = {MISTRAL_CALLS: "mistral", OPEN_CALL: "hermes", '"parameters":': "llama3"}
+  # The first mark that occurs decides; several formats stand between <tool_call> tags.
+  marks = {MISTRAL_CALLS: "mistral", QWEN_FUNCTION: "qwen3_coder", GLM_KEY: "glm4"}
+  marks |= {DEEPSEEK_CALLS: "deepseek_v3", OPEN_CALL: "hermes"}
+  marks['"parameters":'] = "llama3"
   marks[PYTHON_TAG] = "llama3"
   marks[CHANNEL + "final"] = "harmony"
   marks |= {GRANITE_CALLS: "granite", OLMO_CALLS: "olmo3"}

@@ -1,4 +1,4 @@
-"""Adapters of whole parameters in PEFT's folders: the fused experts of gpt-oss.
+"""Adapters of whole parameters in PEFT's folders: fused experts.
 
 PEFT adapts a parameter [E, in, out] (its `target_parameters`) by one pair of matrices
 for all experts, A [E r, in] and B [out, r E]. The module that holds the parameter is
@@ -36,8 +36,12 @@ def names(model: Transformer, family: Family) -> dict[str, list[str]]:
   order in which PEFT wraps them.
   """
   order = {key: place for place, key in enumerate(family.names)}
-  of = lambda path: order.get(re.sub(r"\.\d+", "", f"{path}.kernel"), 0)
-  paths = sorted(lora_modules.adaptable(model), key=of)
+
+  def place_of(path: str) -> int:
+    plain = params.without_structure(re.sub(r"\.\d+", "", path), model.config)
+    return order.get(f"{plain}.kernel", 0)
+
+  paths = sorted(lora_modules.adaptable(model), key=place_of)
   places = {x: params.place(family.names, f"{x}.kernel", model.config) for x in paths}
   return {
     path: list(place.keys)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import (
   families,
+  fused_experts,
   hub,
   mxfp4,
   naming,
@@ -88,6 +89,7 @@ class AutoModel:
       tensors = _canonical(tensor_files.open_folder(path), family)
       if hf_moe.is_mxfp4(hf):
         tensors = mxfp4.joined(tensors)
+      tensors = fused_experts.join(tensors, family.names)
       stored = _stored_dtype(hf, family, tensors)
     except ValueError as error:
       raise ValueError(f"{config_file}: {error}") from error

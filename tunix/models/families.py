@@ -30,6 +30,7 @@ from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
 from tunix.models.qwen3_5 import params as qwen3_5
+from tunix.models.qwen3_5_moe import params as qwen3_5_moe
 from tunix.models.smollm3 import params as smollm3
 from tunix.models.transformer.config import TransformerConfig
 
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_5_moe.FAMILY,
     smollm3.FAMILY,
   )
 }

@@ -55,6 +55,8 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
     dense = (0,) if config.moe.dense_layers else ()
     shared = config.moe.shared_hidden_dim and _EXPERTS["hidden_dim"]
     own = {"dense_layers": dense, "shared_hidden_dim": shared}
+    if config.moe.groups > 1:  # of two experts, so that half the groups are used
+      own |= {"groups": 4, "groups_used": 2}
     fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, **own)
   if config.mla is not None:
     rank = None if config.mla.q_rank is None else 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tunix.generate import harmony, tool_calls
@@ -22,6 +23,7 @@ from tunix.serve.sampling import read_sampling, read_top
 
 # Special tokens that the text of an answer keeps, by format of tool calls.
 _MARKS = {
+  "deepseek_v3": tool_calls.DEEPSEEK_MARKS,
   "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
   "harmony": harmony.MARKS,
   "granite": (tool_calls.GRANITE_CALLS,),
@@ -36,12 +38,12 @@ class Prompt:
   Attributes:
     text: text of the prompt.
     ids: its token ids.
-    tools: names of the tools.
+    tools: JSON schemas of the arguments, by name of the tool.
   """
 
   text: str
   ids: list[int]
-  tools: tuple[str, ...]
+  tools: Mapping[str, Any]
 
 
 def read_prompt(fields: Fields, context: Context) -> Prompt:
@@ -71,8 +73,9 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
     )
   except (ChatTemplateError, TypeError, ValueError) as error:
     raise bad("messages", str(error), "chat_template_error") from error
-  names = tuple(tool["function"]["name"] for tool in tools)
-  return Prompt(text=text, ids=tokenizer.encode(text), tools=names)
+  functions = [tool["function"] for tool in tools]
+  schemas = {function["name"]: function.get("parameters") for function in functions}
+  return Prompt(text=text, ids=tokenizer.encode(text), tools=schemas)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import pathlib
+import typing
 import urllib.parse
 from typing import Literal
 
 from tunix.utils import checks
 
 ToolFormat = Literal[
-  "auto", "granite", "harmony", "hermes", "llama3", "mistral", "olmo3", "none"
+  "auto",
+  "deepseek_v3",
+  "glm4",
+  "granite",
+  "harmony",
+  "hermes",
+  "llama3",
+  "mistral",
+  "olmo3",
+  "qwen3_coder",
+  "smollm3_code",
+  "none",
 ]
-TOOL_FORMATS = (
-  *("auto", "granite", "harmony", "hermes", "llama3", "mistral", "olmo3", "none"),
-)
+TOOL_FORMATS: tuple[ToolFormat, ...] = typing.get_args(ToolFormat)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

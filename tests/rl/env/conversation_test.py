@@ -11,7 +11,7 @@ from tunix.rl.env.conversation import Conversation, read_answer
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 
-TEMPLATES = {**toys_calls.TEMPLATES, **toys_calls.OLMO}
+TEMPLATES = {**toys_calls.TEMPLATES, **toys_calls.UNLIKE_JSON}
 NAMES = sorted(TEMPLATES)
 WORDS = "the sum of two numbers is seven , so we ask again ?".split()  # noqa: SIM905
 
@@ -139,6 +139,10 @@ CALLS = {
   "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": 4}}]',
   "granite3": '<|tool_call|>[{"name": "add", "arguments": {"a": 3, "b": 4}}]',
   "olmo3": "<function_calls>add(a=3, b=4)</function_calls>",
+  "qwen35": "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n"
+  "<parameter=b>\n4\n</parameter>\n</function>\n</tool_call>",
+  "glm47": "<tool_call>add<arg_key>a</arg_key><arg_value>3</arg_value>"
+  "<arg_key>b</arg_key><arg_value>4</arg_value></tool_call>",
   "ministral3": '[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4}',
 }
 
@@ -150,8 +154,9 @@ def test_calls_of_tools_and_their_results(name):
   history = "keep" if name == "mistral" else "split"
   talk = Conversation(tokenizer, [TOOL], history)
   first = talk.observe("what is 3 + 4 ?")
-  # OLMo 3's template ends only the last answer with EOS.
-  end = "<|im_end|>" if name == "olmo3" else ""
+  # Other ends than EOS: OLMo 3's template ends only the last answer with it, and GLM's
+  # ends a call with the header of the result.
+  end = {"olmo3": "<|im_end|>", "glm47": "<|observation|>"}.get(name, "")
   drawn = tokenizer.encode(CALLS[name] + end)
   drawn += [] if end else [tokenizer.eos_ids()[0]]
   action = talk.act(drawn, "eos")
@@ -182,12 +187,12 @@ def test_white_space_at_the_end_of_a_cut_answer_is_there_once():
 
 
 def test_malformed_calls_are_named():
-  _, problem = read_answer('{"name": "add", "parameters": {', "llama3", ["add"])
+  _, problem = read_answer('{"name": "add", "parameters": {', "llama3", {"add": {}})
   assert "could not be read" in problem
 
-  message, problem = read_answer("<tool_call>{add}</tool_call>", "hermes", ["add"])
+  message, problem = read_answer("<tool_call>{add}</tool_call>", "hermes", {"add": {}})
   assert "tool_calls" not in message and "could not be read" in problem
-  message, problem = read_answer("<think>hm</think>yes", "none", [])
+  message, problem = read_answer("<think>hm</think>yes", "none", {})
   assert message["reasoning_content"] == "hm" and message["content"] == "yes"
   assert problem is None
 

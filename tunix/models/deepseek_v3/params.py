@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunix.models.deepseek_v3.model import DeepseekV3, ModelConfig
-from tunix.models.family import Family
+from tunix.models.family import Family, presets_of
 from tunix.models.transformer import hf_config, hf_mla, hf_values
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.params import HARMLESS
@@ -69,4 +69,9 @@ FAMILY = Family(
   config_to_hf=config_to_hf,
   # The published checkpoint's layer 61 predicts further tokens (MTP).
   harmless=(*HARMLESS, r"model\.layers\.61\..*"),
+  presets=presets_of(ModelConfig),
+  hub_names=dict.fromkeys(
+    ("deepseek-v3", "deepseek-v3-base", "deepseek-v3-0324", "deepseek-r1"),
+    "deepseek_v3_671b",
+  ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.family import Family
+from tunix.models.family import Family, presets_of
 from tunix.models.granite import params as granite
 from tunix.models.granite4.model import Granite4, ModelConfig
 from tunix.models.transformer import hf_config, hf_values
@@ -96,4 +96,10 @@ FAMILY = Family(
   names=NAMES,
   config_from_hf=config_from_hf,
   config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+  hub_names={
+    f"granite-4.0-{size}{ending}": f"granite4_{size}"
+    for size in ("1b", "micro")
+    for ending in ("", "-base")
+  },
 )

@@ -19,13 +19,8 @@ _ROPE = RopeConfig(theta=10_000_000.0, partial=0.25)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(TransformerConfig):
-  """`TransformerConfig` with Qwen3.5's defaults, for the text model.
-
-  Three of four layers are gated delta nets, the fourth is attention. The class methods
-  give the published sizes; keyword arguments override fields:
-  `ModelConfig.qwen3p5_9b(param_dtype=jnp.bfloat16)`.
-  """
+class Defaults(TransformerConfig):
+  """`TransformerConfig` with the defaults of Qwen3.5's text models and mixtures."""
 
   vocab_size: int = 248_320
   head_dim: int = 256
@@ -34,6 +29,16 @@ class ModelConfig(TransformerConfig):
   attention_gate: bool = True
   rope: RopeConfig = _ROPE
   max_position: int | None = 262_144
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Defaults):
+  """The configuration of a dense Qwen3.5 text model.
+
+  Three of four layers are gated delta nets, the fourth is attention. The class methods
+  give the published sizes; keyword arguments override fields:
+  `ModelConfig.qwen3p5_9b(param_dtype=jnp.bfloat16)`.
+  """
 
   @classmethod
   def qwen3p5_0p8b(cls, **overrides: Any) -> ModelConfig:

@@ -62,31 +62,48 @@ NAMES: NameTable = {
 }
 
 
+# Layers that predict further tokens, and the tower of images.
+IGNORED = (*HARMLESS, r"mtp\..*", r"model\.visual\..*")
+
+
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """Returns the `ModelConfig` of "qwen3_5_text", or of the text model of "qwen3_5".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`; or a type of layer is unknown.
   """
-  hf = _DEFAULTS | _text_config(hf)
+  return ModelConfig(**decoder_fields(_DEFAULTS | text_config(hf)))
+
+
+def decoder_fields(hf: hf_config.HfConfig) -> dict[str, Any]:
+  """Returns the arguments of a `TransformerConfig`, given the text model's settings.
+
+  Raises:
+    ValueError: see `config_from_hf`.
+  """
   rope, plain = _read_rope(hf)
   fields = hf_config.decoder_fields(plain | {"layer_types": None}, head_dim=256)
   types = _read_types(hf)
   fields |= {"rope": rope, "layer_types": types}
   if "linear" in types:
     fields["type_fields"] = fields_by_type(linear={"mixer": _read_mixer(hf)})
-  return ModelConfig(**fields)
+  return fields
 
 
-def _text_config(hf: hf_config.HfConfig) -> dict[str, Any]:
-  """Returns the settings of the text model."""
-  if hf.get("model_type") != "qwen3_5":
+def text_config(hf: hf_config.HfConfig) -> dict[str, Any]:
+  """Returns the settings of the text model.
+
+  Raises:
+    ValueError: a folder with a tower of images has no settings of its text model.
+  """
+  kind = str(hf.get("model_type"))
+  if kind.endswith("_text"):
     return dict(hf)
   text = hf.get("text_config")
   if not isinstance(text, Mapping):
     raise ValueError(
       f"text_config is {text!r}; expected the settings of a model of model_type "
-      "'qwen3_5_text'. Correct config.json"
+      f"'{kind}_text'. Correct config.json"
     )
   outer = ("quantization_config", "tie_word_embeddings", "architectures")
   return {field: hf[field] for field in outer if field in hf} | dict(text)
@@ -133,7 +150,18 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     ValueError: the model has layers that are neither attention nor gated delta nets.
   """
   scores = "" if config.num_scores is None else "Text"
-  hf = hf_config.write_decoder(config, "qwen3_5_text", f"Qwen3_5{scores}ForCausalLM")
+  return write_decoder(config, "qwen3_5_text", f"Qwen3_5{scores}ForCausalLM")
+
+
+def write_decoder(
+  config: TransformerConfig, model_type: str, architecture: str
+) -> dict[str, Any]:
+  """Returns the `config.json` of a text model, without those of experts.
+
+  Raises:
+    ValueError: see `config_to_hf`.
+  """
+  hf = hf_config.write_decoder(config, model_type, architecture)
   del hf["rope_scaling"], hf["rope_theta"]  # transformers reads the share in one place
   hf["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
   if config.rope.rotated(config.head_dim) == 2 * sum(_SECTIONS):
@@ -182,7 +210,7 @@ FAMILY = Family(
   config_from_hf=config_from_hf,
   config_to_hf=config_to_hf,
   canonical_key=canonical_key,
-  harmless=(*HARMLESS, r"mtp\..*", r"model\.visual\..*"),
+  harmless=IGNORED,
   presets=presets_of(ModelConfig),
   hub_names={"qwen3.6-27b": "qwen3p5_27b"},
 )

@@ -100,7 +100,7 @@ class Conversation:
     action.message, action.problem = read_answer(
       marked,
       tool_calls.format_of(self._tokenizer.chat_template) if self._tools else "none",
-      [_name(tool) for tool in self._tools or ()],
+      dict(map(_schema, self._tools or ())),
       opened=self._opened,
       calls=self._calls,
     )
@@ -233,7 +233,7 @@ class Conversation:
 def read_answer(
   text: str,
   tool_format: str,
-  tools: Sequence[str],
+  tools: Mapping[str, Any],
   *,
   opened: bool = False,
   calls: int = 0,
@@ -243,7 +243,7 @@ def read_answer(
   Args:
     text: the answer, with the marks of tool calls.
     tool_format: see `tool_calls.tool_reader`.
-    tools: names of the tools.
+    tools: JSON schemas of the arguments, by name of the tool.
     opened: True if the prompt ends inside <think>.
     calls: number of calls before this answer.
 
@@ -274,6 +274,9 @@ def _problem(content: str, tool_format: str) -> str | None:
   """Describes a call that stayed text, because it could not be read."""
   marks = {
     "hermes": tool_calls.OPEN_CALL,
+    "qwen3_coder": tool_calls.OPEN_CALL,
+    "glm4": tool_calls.OPEN_CALL,
+    "deepseek_v3": tool_calls.DEEPSEEK_CALLS,
     "mistral": tool_calls.MISTRAL_CALLS,
     "llama3": tool_calls.PYTHON_TAG,
     "granite": tool_calls.GRANITE_CALLS,
@@ -284,12 +287,16 @@ def _problem(content: str, tool_format: str) -> str | None:
     mark = "{" if '"name"' in content else mark
   if mark is None or mark not in content:
     return None
-  wanted = "JSON with the name of a tool and an object of its arguments"
-  if tool_format == "olmo3":
-    wanted = "lines name(argument=value, ...)"
+  wanted = {
+    "olmo3": "lines name(argument=value, ...)",
+    "qwen3_coder": "<function=name>, <parameter=key>value</parameter> and </function>",
+    "glm4": "a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",
+  }.get(tool_format, "JSON with the name of a tool and an object of its arguments")
   return f"a call of a tool could not be read: after {mark} expected {wanted}"
 
 
-def _name(tool: Mapping[str, Any]) -> str:
+def _schema(tool: Mapping[str, Any]) -> tuple[str, Any]:
+  """Returns the name of a tool and the JSON schema of its arguments."""
   function = tool.get("function")
-  return str((function if isinstance(function, Mapping) else tool).get("name", ""))
+  function = function if isinstance(function, Mapping) else tool
+  return str(function.get("name", "")), function.get("parameters")

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from tunix.generate import tool_calls
+
+SCHEMA = {
+  "properties": {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "maybe": {"type": ["string", "null"]},
+    "any": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+    "odd": {"type": 3, "oneOf": "x"},
+  }
+}
+
+
+def read(tool_format, text):
+  reader = tool_calls.tool_reader(tool_format, {"add": SCHEMA})
+  piece = reader.push(text) + reader.end()
+  return piece.content, [(c.name, json.loads(c.arguments)) for c in piece.calls]
+
+
+def qwen(name="add", **arguments):
+  body = "".join(
+    f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+  )
+  return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def glm(name="add", between="\n", **arguments):
+  pairs = [
+    f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}"
+    for key, value in arguments.items()
+  ]
+  return f"<tool_call>{name}{between}{''.join(pairs)}</tool_call>"
+
+
+@pytest.mark.parametrize("write", [qwen, glm], ids=["qwen3_coder", "glm4"])
+def test_the_schema_says_what_a_value_is(write):
+  form = {qwen: "qwen3_coder", glm: "glm4"}[write]
+  texts = {"text": "7", "count": "7", "maybe": "None", "any": "[1]", "odd": "True"}
+  texts |= {"new": '{"a": [1, null]}', "plain": "so <b>\n\nit</b>", "nan": "NaN"}
+  values = {"text": "7", "count": 7, "maybe": None, "any": "[1]", "odd": True}
+  values |= {"new": {"a": [1, None]}, "plain": "so <b>\n\nit</b>", "nan": "NaN"}
+  second = write("other.tool", text="7", count="x")
+  content, calls = read(form, f"I add.\n{write(**texts)}\n{second}")
+  assert content == "I add."
+  assert calls == [("add", values), ("other.tool", {"text": 7, "count": "x"})]
+  assert read(form, write("stop")) == ("", [("stop", {})])
+  # Some models write the end token instead of the last tag.
+  assert read(form, write(count="1").removesuffix("</tool_call>"))[1]
+
+
+def test_without_new_lines():
+  assert read("glm4", glm("add", "", text=" 7", count=" 7")) == (
+    "",
+    [("add", {"text": " 7", "count": 7})],
+  )
+  text = (
+    "<tool_call><function=add><parameter=text> 7</parameter></function></tool_call>"
+  )
+  assert read("qwen3_coder", text) == ("", [("add", {"text": " 7"})])
+
+
+def mark(words):
+  return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+def deepseek(*calls):
+  body = "\n".join(
+    mark("tool call begin") + call + mark("tool call end") for call in calls
+  )
+  return mark("tool calls begin") + body + mark("tool calls end")
+
+
+def test_deepseek_v3():
+  sep = mark("tool sep")
+  fenced = f'function{sep}add\n```json\n{{"count": 7}}\n```'
+  text = "I add." + deepseek(fenced, f'sub{sep}{{"a": {{"b": 1}}}}')
+  calls = [("add", {"count": 7}), ("sub", {"a": {"b": 1}})]
+  assert read("deepseek_v3", text) == ("I add.", calls)
+  assert tool_calls.format_of(mark("tool calls begin")) == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+  ("tool_format", "text"),
+  [
+    ("qwen3_coder", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+    ("qwen3_coder", "<tool_call><function=add>7</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>7</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
+    ("glm4", "<tool_call>add 7</tool_call>"),
+    ("glm4", "<tool_call>add<arg_key>a</arg_key></tool_call>"),
+    ("glm4", "<tool_call> </tool_call>"),
+    ("deepseek_v3", deepseek()),
+    ("deepseek_v3", deepseek("add")),
+    ("deepseek_v3", deepseek("add" + mark("tool sep") + "[7]")),
+  ],
+)
+def test_what_is_no_call_stays_text(tool_format, text):
+  assert read(tool_format, text) == (text, [])
+
+
+def test_formats_of_the_families():
+  assert tool_calls.format_of("<tool_call>\n<function=" + "x>") == "qwen3_coder"
+  assert tool_calls.format_of("<tool_call>{{ x }}<arg_key>") == "glm4"
