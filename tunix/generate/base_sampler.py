@@ -35,6 +35,9 @@ class SamplerOutput:
     sampling_logprobs: float32 [length] for each row, in nats: the same under the
       distribution that the token was drawn from, after forbidden tokens, temperature
       and filters. 0 at temperature 0, where nothing is drawn; or None.
+    routes: the experts of each row's prompt and generated tokens, [T + length, M, k]
+      for each row, in the form of route_records.py. The last generated token has none,
+      because the model never ran it. None without `return_routes`.
     finish_reasons: "eos", "stop" (a stop string) or "length" for each row.
   """
 
@@ -44,6 +47,7 @@ class SamplerOutput:
   logits: list[np.ndarray] | np.ndarray | None = None
   logprobs: list[np.ndarray] | np.ndarray | None = None
   sampling_logprobs: list[np.ndarray] | np.ndarray | None = None
+  routes: list[np.ndarray] | None = None
   finish_reasons: list[str]
 
 
@@ -90,6 +94,7 @@ class BaseSampler:
     include_eos: bool = False,
     length_penalty: float = 1.0,
     exact: bool = False,
+    return_routes: bool = False,
     first_prompt: int = 0,
     engine_options: Mapping[str, Any] | None = None,
   ) -> SamplerOutput:
@@ -130,6 +135,8 @@ class BaseSampler:
       exact: score the sampled tokens again, each row separately (see exact.py). The
         bits of a row's log-probs then do not depend on other rows, and equal those that
         a trainer computes in exact mode at the same widths.
+      return_routes: return the experts of each token of a mixture of experts; see
+        `SamplerOutput.routes`.
       first_prompt: number of the first prompt. With it, a batch that is sampled in
         several calls gets the same tokens as in one call.
       engine_options: further fields of an engine's requests, by the engine's names.

@@ -117,6 +117,18 @@ class RowReader:
       "sampling_logprobs": cut(out.sampling_logps),
     }
 
+  def routes(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the experts of each row's prompt and tokens, see `SamplerOutput`."""
+    out, samples = self._generated(), self._options.num_samples
+    assert out.routes is not None and out.prompt_routes is not None
+    rows = []
+    for row in range(len(self._searched)):
+      before = out.prompt_routes[row // samples, -len(prompts[row // samples]) :]
+      own = self._cut(out.routes, row).copy()
+      own[-1:] = 0  # run only where other rows were longer
+      rows.append(np.concatenate([before, own]))
+    return rows
+
   def increment(self, row: int) -> Increment | None:
     """Returns the new part of a row since the last call; None if there is none."""
     if row in self._over:

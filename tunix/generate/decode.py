@@ -29,6 +29,7 @@ from tunix.generate import (
 )
 from tunix.generate.layout import Layout
 from tunix.generate.sampling import Draw, Leaf
+from tunix.models.transformer import route_records
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
@@ -44,6 +45,7 @@ class Plan:
       None.
     return_logits: return the logits, float32 [B, N, V].
     return_logps: compute the log-probabilities of the chosen tokens.
+    return_routes: record the experts of all tokens.
   """
 
   slots: int
@@ -51,6 +53,7 @@ class Plan:
   copies: int = 1
   return_logits: bool = False
   return_logps: bool = False
+  return_routes: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +108,9 @@ class Generated:
     logps: float32 [B, N] or None, in nats, under the model's own distribution.
     sampling_logps: float32 [B, N] or None, under the distribution drawn from.
     logits: float32 [B, N, V] or None.
+    routes: experts of the generated tokens that were run, [B, N, M, k], see
+      route_records.py; or None.
+    prompt_routes: experts of the prompts' tokens, [P, W, M, k]; or None.
   """
 
   tokens: jax.Array
@@ -115,6 +121,8 @@ class Generated:
   logps: jax.Array | None
   sampling_logps: jax.Array | None
   logits: jax.Array | None
+  routes: jax.Array | None = None
+  prompt_routes: jax.Array | None = None
 
 
 class Opened(NamedTuple):
@@ -201,8 +209,13 @@ def start(
   """
   # Each traced body merges the module again: a model may change its own state in a
   # call, which must not leak a tracer of one body into another.
-  logits, memory = prefilled(nnx.merge(graph, state), prompts, plan)
-  out = _emit(_empty(rules, plan, logits.shape[-1]), logits, rules)
+  model, routes = nnx.merge(graph, state), None
+  run = lambda: prefilled(model, prompts, plan)
+  if plan.return_routes:
+    (logits, memory), routes = route_records.recorded(model, run)
+  else:
+    logits, memory = run()
+  out = _emit(_empty(rules, plan, logits.shape[-1], routes), logits, rules)
   # Replicated, because every process reads the whole result.
   return jax.tree.map(mesh_lib.constrain, out), memory
 
@@ -229,7 +242,15 @@ def advance(
     # The cache holds all tokens except the last one, which was chosen but has not been
     # run. It is in column `steps - 1`.
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
-    logits, memory = decoder.step(nnx.merge(graph, state), last, memory)
+    model = nnx.merge(graph, state)
+    run = lambda: decoder.step(model, last, memory)
+    if out.routes is None:
+      logits, memory = run()
+    else:
+      (logits, memory), routes = route_records.recorded(model, run)
+      at = (0, out.steps - 1, 0, 0)
+      routes = jax.lax.dynamic_update_slice(out.routes, routes, at)
+      out = dataclasses.replace(out, routes=routes)
     return _emit(out, logits, rules), memory
 
   def continues(carry):
@@ -267,8 +288,8 @@ def prefilled(
   return logits, memory
 
 
-def _empty(rules: Rules, plan: Plan, vocab: int) -> Generated:
-  """Returns buffers without a token."""
+def _empty(rules: Rules, plan: Plan, vocab: int, routes: jax.Array | None) -> Generated:
+  """Returns buffers without a token; `routes` are those of the prompts, or None."""
   batch = rules.limits.shape[0]
   shape = (batch, plan.columns)
   logps = lambda: jnp.zeros(shape, jnp.float32) if plan.return_logps else None
@@ -281,6 +302,10 @@ def _empty(rules: Rules, plan: Plan, vocab: int) -> Generated:
     logps=logps(),
     sampling_logps=logps(),
     logits=jnp.zeros((*shape, vocab), jnp.float32) if plan.return_logits else None,
+    routes=None
+    if routes is None
+    else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype),
+    prompt_routes=routes,
   )
 
 
@@ -310,7 +335,8 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   # token is counted.
   lengths = out.lengths + ~out.done
   stopped = out.stopped | (~out.done & sampling.is_in(tokens, rules.eos))
-  return Generated(
+  return dataclasses.replace(
+    out,
     tokens=write(out.tokens, tokens),
     lengths=lengths,
     stopped=stopped,

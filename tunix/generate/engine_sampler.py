@@ -158,6 +158,8 @@ class EngineSampler(BaseSampler):
     if options.return_logprobs:
       columns["logprobs"] = [row.logprobs for row in rows]
       columns["sampling_logprobs"] = [row.sampling_logprobs for row in rows]
+    if options.return_routes:
+      columns["routes"] = [row.routes for row in rows]
     if options.exact:
       mesh = requests.mesh_of(nnx.state(self.transformer))
       columns |= exact.columns(self.transformer, prompts, columns, options, mesh)
@@ -194,7 +196,9 @@ class EngineSampler(BaseSampler):
     return increments()
 
   @contextlib.contextmanager
-  def session(self, slots: int, max_tokens: int) -> Iterator[Engine]:
+  def session(
+    self, slots: int, max_tokens: int, *, record_routes: bool = False
+  ) -> Iterator[Engine]:
     """Lends the engine for requests that follow from each other, such as turns.
 
     Prompts that begin as earlier ones of the session are prefilled from there on.
@@ -202,19 +206,23 @@ class EngineSampler(BaseSampler):
     Args:
       slots: rows that run at the same time; at most the limits of this sampler.
       max_tokens: most tokens of a row.
+      record_routes: see `EngineConfig`.
     """
-    config = self._config(slots, max_tokens)
+    config = self._config(slots, max_tokens, record_routes=record_routes)
     try:
       yield self._ready_for(config)
     finally:
       self._rest()
 
-  def separate_engine(self, slots: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
+  def separate_engine(
+    self, slots: int, max_tokens: int, *, record_routes: bool = False
+  ) -> tuple[Engine, nnx.Module]:
     """Returns an engine of its own, and its model: a clone with the same arrays.
 
     The arguments are those of `session`.
     """
-    config, model = self._config(slots, max_tokens), nnx.clone(self.transformer)
+    config = self._config(slots, max_tokens, record_routes=record_routes)
+    model = nnx.clone(self.transformer)
     return Engine(model, self.tokenizer, config, self.gather_weights), model
 
   def _is_for_padded(self, options: SamplingOptions) -> bool:
@@ -240,10 +248,15 @@ class EngineSampler(BaseSampler):
     stated = options.max_prompt_length
     bounds.shape(len(prompts), options.num_samples, longest, steps, stated)
     rows = len(prompts) * options.num_samples
-    return self._ready_for(self._config(rows, longest + steps, rounds))
+    records = options.return_routes
+    return self._ready_for(self._config(rows, longest + steps, rounds, records))
 
   def _config(
-    self, rows: int, tokens: int, rounds: int = EngineConfig.rounds
+    self,
+    rows: int,
+    tokens: int,
+    rounds: int = EngineConfig.rounds,
+    record_routes: bool = False,
   ) -> EngineConfig:
     """Returns the sizes of an engine for `rows` rows of at most `tokens` tokens."""
     mesh = requests.mesh_of(nnx.state(self.transformer))
@@ -256,6 +269,7 @@ class EngineSampler(BaseSampler):
       slots=slots,
       max_tokens=tokens if positions is None else min(tokens, positions),
       rounds=rounds,
+      record_routes=record_routes,
     )
 
   def _ready_for(self, config: EngineConfig) -> Engine:
@@ -305,7 +319,7 @@ def model_size(cache_config: CacheConfig | None) -> int | None:
 
 def _holds(have: EngineConfig, wanted: EngineConfig) -> bool:
   """Returns True if an engine has room for what another one is wanted for."""
-  same = have.rounds == wanted.rounds
+  same = have.rounds == wanted.rounds and have.record_routes == wanted.record_routes
   return same and have.slots >= wanted.slots and have.max_tokens >= wanted.max_tokens
 
 

@@ -44,6 +44,7 @@ class SamplingOptions:
   include_eos: bool = False
   length_penalty: float = 1.0
   exact: bool = False
+  return_routes: bool = False
   first_prompt: int = 0
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -102,6 +103,11 @@ class SamplingOptions:
         "exact is True, which scores under softmax(logits / temperature): leave top_k, "
         "top_p, min_p and forbidden_tokens out"
       )
+    if self.return_routes:
+      raise ValueError(
+        "exact and return_routes are True; expected at most one: exact scores use the "
+        "experts that routers choose while scoring. Leave one out"
+      )
 
   def _check_beams(self) -> None:
     if self.beam_size is None:
@@ -119,6 +125,7 @@ class SamplingOptions:
       "temperature": self.temperature > 0,
       "stop_strings": bool(self.stops),
       "return_logits": self.return_logits,
+      "return_routes": self.return_routes,
     }
     for name, is_used in excluded.items():
       if is_used:

@@ -106,6 +106,7 @@ def sampler_output(
   logits: Sequence[np.ndarray] | None = None,
   logprobs: Sequence[np.ndarray] | None = None,
   sampling_logprobs: Sequence[np.ndarray] | None = None,
+  routes: Sequence[np.ndarray] | None = None,
   width: int | None = None,
 ) -> SamplerOutput:
   """Builds the output of a call from its B = P * num_samples ended rows.
@@ -121,6 +122,7 @@ def sampler_output(
     logits: one entry a token for each row, as in SamplerOutput; or None.
     logprobs: one entry a token for each row, as in SamplerOutput; or None.
     sampling_logprobs: one entry a token for each row, as in SamplerOutput; or None.
+    routes: the experts of each row's prompt and tokens, as in SamplerOutput; or None.
     width: tokens of a padded prompt. None: `max_prompt_length`, or a power of two.
   """
   fill, stops = fill_id(tokenizer), options.stops
@@ -159,5 +161,8 @@ def sampler_output(
     logits=column(logits),
     logprobs=column(logprobs),
     sampling_logprobs=column(sampling_logprobs),
+    routes=None
+    if routes is None
+    else [x[: len(p) + n].copy() for x, p, n in zip(routes, each, lengths)],
     finish_reasons=list(finish_reasons),
   )

@@ -120,6 +120,7 @@ def prepare(
       copies=copies,
       return_logits=options.return_logits,
       return_logps=options.return_logprobs,
+      return_routes=options.return_routes,
     ),
     opened=opened,
     mesh=mesh,

@@ -33,7 +33,9 @@ from tunix.perf import programs
 from tunix.utils import checks, mesh as mesh_lib
 
 # Options whose result exists only when all rows have ended.
-NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
+NOT_STREAMED = frozenset(
+  {"echo", "pad_output", "return_logits", "beam_size", "exact", "return_routes"}
+)
 # Decode steps between two searches for stop strings, each of which waits for the device
 # and copies all rows to the host. A row that a stop string ends costs at most 16 steps
 # more than it returns.
@@ -132,6 +134,8 @@ class Sampler(BaseSampler):
     else:
       reader.read(self._search(request, options.beam_size))
     columns = reader.columns()
+    if options.return_routes:
+      columns["routes"] = reader.routes(prompts)
     if options.exact:
       columns |= exact_lib.columns(
         self.transformer, prompts, columns, options, request.mesh
@@ -228,8 +232,9 @@ class Sampler(BaseSampler):
     Args:
       request: the request.
       reader: reader of the yielded rows, whose stop strings end them.
-      every: decode steps between two copies; None: one copy at the end. Logits are
-        copied at the end only: 16 steps of 32 rows and 152,000 tokens are 300 MB.
+      every: decode steps between two copies; None: one copy at the end. Logits and
+        routes are copied at the end only: 16 steps of 32 rows and 152,000 tokens are
+        300 MB.
     """
     graph, state = request.opened
     rules = request.rules
@@ -248,13 +253,14 @@ class Sampler(BaseSampler):
       yield mesh_lib.to_host(advance(out, memory, request.plan.columns)[0])
       return
     while True:
-      seen = mesh_lib.to_host(dataclasses.replace(out, logits=None))
+      some = dataclasses.replace(out, logits=None, routes=None, prompt_routes=None)
+      seen = mesh_lib.to_host(some)
       yield seen
       rules = dataclasses.replace(rules, limits=reader.limits(rules.limits))
       if np.all(seen.done | (seen.lengths >= rules.limits)):
         break
       out, memory = advance(out, memory, int(seen.steps) + every)
-    if request.plan.return_logits:
+    if request.plan.return_logits or request.plan.return_routes:
       yield mesh_lib.to_host(out)
 
   def _search(self, request: Request, beams: int) -> decode.Generated:

@@ -20,16 +20,22 @@ class Rows(NamedTuple):
     prompt_mask: True on the prompts' tokens.
     completions: ids, padded on the right.
     completion_mask: True on the tokens to score.
+    prompt_routes, completion_routes: the experts of the tokens that a call replays, [B,
+      P, M, k] and [B, R, M, k], see route_records.py; or None.
   """
 
   prompts: jax.Array
   prompt_mask: jax.Array
   completions: jax.Array
   completion_mask: jax.Array
+  prompt_routes: jax.Array | None = None
+  completion_routes: jax.Array | None = None
 
   @classmethod
-  def checked(cls, *arrays: Any) -> Rows:
-    """Checks the shapes of four arrays, in the order of the attributes.
+  def checked(
+    cls, *arrays: Any, prompt_routes: Any = None, completion_routes: Any = None
+  ) -> Rows:
+    """Checks the shapes of four arrays, in the order of the attributes, and routes.
 
     Padding ids may be outside the model's vocabulary, so they are replaced by 0.
     """
@@ -51,7 +57,19 @@ class Rows(NamedTuple):
     return rows._replace(
       prompts=jnp.where(rows.prompt_mask, prompts, 0),
       completions=jnp.where(rows.extent, completions, 0),
-    )
+    )._with_routes(prompt_routes, completion_routes)
+
+  def _with_routes(self, prompts: Any, completions: Any) -> Rows:
+    if prompts is None and completions is None:
+      return self
+    given = [None if x is None else x.shape[:2] for x in (prompts, completions)]
+    if given != [self.prompts.shape, self.completions.shape]:
+      raise ValueError(
+        f"prompt_routes and completion_routes are of the tokens {given}; expected "
+        f"{self.prompts.shape} and {self.completions.shape}. Give both or neither"
+      )
+    routes = map(jnp.asarray, (prompts, completions))
+    return self._replace(**dict(zip(("prompt_routes", "completion_routes"), routes)))
 
   @property
   def extent(self) -> jax.Array:
@@ -70,10 +88,20 @@ class Rows(NamedTuple):
       [B, width]: each prompt's tokens from slot 0, then the completion's, then 0.
       `width` is P + R unless given.
     """
+    return self._moved(self.prompts, self.completions, width)
+
+  def joined_routes(self, width: int | None = None) -> jax.Array | None:
+    """Returns the routes [B, width, M, k] of `joined`; None if there are none."""
+    if self.prompt_routes is None or self.completion_routes is None:
+      return None
+    return self._moved(self.prompt_routes, self.completion_routes, width)
+
+  def _moved(self, prompts: jax.Array, completions: jax.Array, width: int | None):
     # Each row moves to the left by the padding of its prompt.
-    both = jnp.concatenate([self.prompts, self.completions], axis=1)
+    both = jnp.concatenate([prompts, completions], axis=1)
     padding = self.prompts.shape[1] - jnp.sum(self.prompt_mask, axis=1)
     source = padding[:, None] + jnp.arange(width or both.shape[1])
+    source = source.reshape(*source.shape, *(1,) * (both.ndim - 2))
     return jnp.take_along_axis(both, source, axis=1, mode="fill", fill_value=0)
 
   def predicting_slots(self, count: int | None = None) -> jax.Array:

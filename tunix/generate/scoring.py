@@ -21,7 +21,7 @@ from tunix.generate import decoders
 from tunix.generate.scored_rows import Ids, Mask, Rows
 from tunix.models import calling
 from tunix.models.calling import Sequences
-from tunix.models.transformer import dropout, sharding
+from tunix.models.transformer import dropout, route_records, routing, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.ops import masks
 from tunix.ops.logprobs import TokenScores
@@ -51,6 +51,8 @@ def score_completions(
   entropy: bool = False,
   tile_rows: int | None = None,
   tile_tokens: int | None = None,
+  prompt_routes: Any = None,
+  completion_routes: Any = None,
 ) -> Scores:
   """Scores completions under softmax(logits / temperature).
 
@@ -84,12 +86,21 @@ def score_completions(
       be combined with a `group_size` above 1.
     tile_tokens: tokens per row of a tile, at least P + R. Logits are then computed at
       all of these positions. Only with `tile_rows`.
+    prompt_routes, completion_routes: experts of the tokens, [B, P, M, k] and [B, R, M,
+      k], as a sampler recorded them (see route_records.py). The model uses them in
+      place of its routers' choice; the routers still compute their weights. With a
+      `group_size` above 1, prompts use the experts of the first row of their group.
+      None: the routers choose.
 
   Raises:
     ValueError: shapes or options contradict each other, dropout is on in exact mode, or
       the model returns scores instead of logits.
   """
-  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(
+    *(prompt_ids, prompt_mask, completion_ids, completion_mask),
+    prompt_routes=prompt_routes,
+    completion_routes=completion_routes,
+  )
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
 
   def scores(model: Any, states: jax.Array, targets: jax.Array) -> TokenScores:
@@ -246,13 +257,14 @@ def _by_tiles(
   model: Any, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
 ) -> Scores:
   """Runs `one` over tiles of `size` rows, all by the same compiled program."""
-  graph, state = nnx.split(model)
+  with routing.unlogged(model):
+    graph, state = nnx.split(model)
   count = rows.prompts.shape[0]
 
   # The last tile is filled with empty rows, whose scores are dropped.
   def cut(x):
-    filled = jnp.pad(x, ((0, -count % size), (0, 0)))
-    return filled.reshape(-1, size, x.shape[1])
+    filled = jnp.pad(x, ((0, -count % size), *((0, 0),) * (x.ndim - 1)))
+    return filled.reshape(-1, size, *x.shape[1:])
 
   # Without the checkpoint, a program with gradients also stores intermediate results of
   # the forward pass. The compiler then fuses it differently, which changes its bits.
@@ -272,7 +284,8 @@ def _states(
   """
   if group_size != 1:
     return _shared_states(model, rows, group_size)
-  return _run(model, rows.joined(tile_tokens), rows.predicting_slots(tile_tokens))
+  tokens, routes = rows.joined(tile_tokens), rows.joined_routes(tile_tokens)
+  return _run(model, tokens, rows.predicting_slots(tile_tokens), routes)
 
 
 def _splits_tokens(model: Any) -> bool:
@@ -293,19 +306,23 @@ def _scored_in_place(
   per token between devices; picking hidden states would move D numbers per token.
   """
   tokens = rows.joined(tile_tokens)
-  states = calling.adapt(model).states(Sequences(tokens))
+  replay = route_records.replayed(model, rows.joined_routes(tile_tokens))
+  states = calling.adapt(model).states(Sequences(tokens, extra=replay))
   out = scores(model, states, masks.next_token_targets(tokens))
   at = jnp.clip(rows.predicting_slots(), 0, tokens.shape[1] - 1)
   return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), out)
 
 
-def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
+def _run(
+  model: Any, tokens: jax.Array, at: jax.Array, routes: jax.Array | None = None
+) -> jax.Array:
   """Returns hidden states, or logits, at the slots `at` [B, R].
 
   A slot out of range is replaced by the nearest valid slot, and the caller masks its
   score.
   """
-  out = calling.adapt(model).states(Sequences(tokens))
+  extra = route_records.replayed(model, routes)
+  out = calling.adapt(model).states(Sequences(tokens, extra=extra))
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
@@ -330,7 +347,10 @@ def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
   # the prompt, segment 1 everything else.
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
-  segments, extra = valid.astype(jnp.int32), {"shared_prompt": layout}
+  segments, routes = valid.astype(jnp.int32), None
+  if rows.prompt_routes is not None and rows.completion_routes is not None:
+    routes = layout.rows(rows.prompt_routes[::group_size], rows.completion_routes)
+  extra = {"shared_prompt": layout, **route_records.replayed(model, routes)}
   out = language_model.states(Sequences(tokens, segment_ids=segments, extra=extra))
   # Each sequence has P prompt states and R completion states. The last prompt state
   # predicts the first completion token, and the last completion state predicts no

@@ -60,7 +60,7 @@ class SglangJaxSampler(BaseSampler):
   name = "SGLang-JAX"
   not_honoured = frozenset(
     {
-      *("return_logits", "forbidden_tokens", "beam_size", "exact"),
+      *("return_logits", "forbidden_tokens", "beam_size", "exact", "return_routes"),
       *("seed", "first_prompt", "eos_tokens"),
     }
   )

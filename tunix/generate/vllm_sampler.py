@@ -65,7 +65,9 @@ class VllmSampler(BaseSampler):
     self.logprob_kind: LogprobKind = logprob_kind or self._kind()
 
   name = "vLLM"
-  not_honoured = frozenset({"return_logits", "forbidden_tokens", "beam_size", "exact"})
+  not_honoured = frozenset(
+    {"return_logits", "forbidden_tokens", "beam_size", "exact", "return_routes"}
+  )
 
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions

@@ -33,6 +33,8 @@ class RouterSums(NamedTuple):
     largest: sum over layers of (largest share of the choices that one expert has)
       times the layer's tokens.
     tokens: number of tokens; a token counts once in each layer.
+    replaced: number of these whose experts were replayed, and are others than the
+      router's choice.
   """
 
   choices: Float[Array, " E"]
@@ -41,6 +43,7 @@ class RouterSums(NamedTuple):
   entropy: Float[Array, ""]
   largest: Float[Array, ""]
   tokens: Float[Array, ""]
+  replaced: Float[Array, ""]
 
   def plus(self, other: RouterSums) -> RouterSums:
     """Returns the sums over the tokens of both."""
@@ -61,25 +64,28 @@ class RouterSums(NamedTuple):
 
     `entropy`: entropy of the router's softmax in nats, log E for uniform
     probabilities. `max_share`: largest share of a layer's choices that one expert has,
-    between 1 / E and 1.
+    between 1 / E and 1. `replaced`: share of the tokens whose experts were replayed,
+    and are others than the router's choice.
     """
     stop = jax.lax.stop_gradient
     return {
       "entropy": WeightedSum(stop(self.entropy), self.tokens),
       "max_share": WeightedSum(self.largest, self.tokens),
+      "replaced": WeightedSum(self.replaced, self.tokens),
     }
 
 
 def empty(experts: int) -> RouterSums:
   """Returns the sums over no tokens."""
   vector, zero = jnp.zeros(experts, jnp.float32), jnp.zeros((), jnp.float32)
-  return RouterSums(vector, vector, zero, zero, zero, zero)
+  return RouterSums(vector, vector, zero, zero, zero, zero, zero)
 
 
 def sums(
   logits: Float[Array, "B T E"],
   chosen: Int[Array, "B T k"],
   weights: Float[Array, "B T"],
+  replaced: Float[Array, "B T"] | None = None,
 ) -> RouterSums:
   """Returns the sums over the tokens of one layer.
 
@@ -87,6 +93,7 @@ def sums(
     logits: logits of the router, float32.
     chosen: numbers of the experts that each token uses.
     weights: 1 for tokens that count and 0 for padding.
+    replaced: 1 for tokens whose experts are not the router's choice, else 0; None: 0.
   """
   experts = jnp.arange(logits.shape[-1])
   # A comparison for each expert, which XLA fuses into the sum.
@@ -105,4 +112,5 @@ def sums(
     entropy=jnp.sum(entropy * weights),
     largest=share * tokens,
     tokens=tokens,
+    replaced=jnp.zeros(()) if replaced is None else jnp.sum(replaced * weights),
   )

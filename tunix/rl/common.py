@@ -30,8 +30,9 @@ from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
-_PROMPT_ARRAYS = ("prompt_ids", "prompt_mask")
-TOKEN_ARRAYS = (*_PROMPT_ARRAYS, "completion_ids", "completion_mask")
+TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+ROUTES = ("prompt_routes", "completion_routes")
+_PROMPT_ARRAYS = ("prompt_ids", "prompt_mask", "prompt_routes")
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +52,7 @@ class TrainExample:
     rollout_per_token_logps: float32 [B, R] log-probabilities that the engine reported,
       or None.
     returns, old_values: float32 [B, R], for a critic.
+    prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -65,6 +67,8 @@ class TrainExample:
   rollout_per_token_logps: Any = None
   returns: Any = None
   old_values: Any = None
+  prompt_routes: Any = None
+  completion_routes: Any = None
   group_size: int = dataclasses.field(default=1, metadata={"static": True})
   episode_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -101,6 +105,9 @@ class Rollouts:
       padding.
     versions: int32 [B, R], optimizer updates of the weights that drew each token, 0 on
       padding; None if the current weights drew all of them.
+    prompt_routes, completion_routes: experts of the tokens, [B, T, M, k] and [B, R, M,
+      k], as recorded while they were sampled (see route_records.py), 0 on padding; None
+      without `RolloutConfig.replay_routes`.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -121,6 +128,8 @@ class Rollouts:
   completion_mask: np.ndarray
   rollout_logps: np.ndarray
   versions: np.ndarray | None = None
+  prompt_routes: np.ndarray | None = None
+  completion_routes: np.ndarray | None = None
   group_size: int = 1
   episodes: list[Episode] = dataclasses.field(default_factory=list)
   episode_rows: int = 1
@@ -210,11 +219,11 @@ class Rollouts:
       return self
 
     def padded(name: str, x: np.ndarray) -> np.ndarray:
-      parts = x.reshape(len(self.text), self.episode_rows, -1)
+      parts = x.reshape(len(self.text), self.episode_rows, *x.shape[1:])
       added = np.repeat(parts[:, :1], count - self.episode_rows, axis=1)
       # A row needs a prompt. Nothing of its completion counts.
       added = added if name in _PROMPT_ARRAYS else np.zeros_like(added)
-      return np.concatenate([parts, added], axis=1).reshape(-1, x.shape[1])
+      return np.concatenate([parts, added], axis=1).reshape(-1, *x.shape[1:])
 
     arrays = {name: padded(name, x) for name, x in self._row_arrays().items()}
     return dataclasses.replace(self, episode_rows=count, **arrays)
@@ -225,7 +234,7 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "turn_rewards", "versions")
+_ROW_ARRAYS = (*TOKEN_ARRAYS, *ROUTES, "rollout_logps", "turn_rewards", "versions")
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation", "seconds")
 
@@ -260,7 +269,8 @@ def _stacked(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
   # Prompts are padded on the left, so that every prompt ends where completions start.
   sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
   padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
-  return np.concatenate([np.pad(x, ((0, 0), p)) for x, p in zip(arrays, padding)])
+  pad = lambda x, p: np.pad(x, ((0, 0), p, *((0, 0),) * (x.ndim - 2)))
+  return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
 
 
 def token_rewards(rollouts: Rollouts) -> np.ndarray:
@@ -325,7 +335,34 @@ def rollouts_of(
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
     versions=stamps,
     group_size=group_size,
+    **routes_of(out.routes, out.prompt_tokens, width, space),
   )
+
+
+def routes_of(
+  routes: Sequence[np.ndarray | None] | None,
+  prompts: Sequence[np.ndarray],
+  width: int,
+  space: int,
+) -> dict[str, np.ndarray]:
+  """Returns the arrays `ROUTES` of rows; none if nothing was recorded.
+
+  Args:
+    routes: experts of the tokens of each row, [T + n, M, k]; None for a row without.
+    prompts: ids of each row's prompt.
+    width, space: tokens of a padded prompt, and of a padded completion.
+  """
+  recorded = [x for x in routes or () if x is not None]
+  if not recorded:
+    return {}
+  form, kind = recorded[0].shape[1:], recorded[0].dtype
+  out = [np.zeros((len(prompts), size, *form), kind) for size in (width, space)]
+  for row, (x, prompt) in enumerate(zip(routes or (), prompts)):
+    if x is not None:
+      before, after = x[: len(prompt)], x[len(prompt) :]
+      out[0][row, width - len(before) :] = before
+      out[1][row, : len(after)] = after
+  return dict(zip(ROUTES, out))
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:

@@ -183,6 +183,12 @@ class ClusterConfig:
         'samples with an engine of this process: set rollout_engine to "vanilla", or '
         "schedule to sync"
       )
+    if self.rollout(Mode.TRAIN).replay_routes and self.rollout_engine in _OTHER_PROCESS:
+      raise ValueError(
+        f"rollout_engine is {self.rollout_engine!r} and replay_routes is True, which "
+        "needs the routes of an engine of this process: set rollout_engine to "
+        '"vanilla", or leave replay_routes out'
+      )
     unknown = [role for role in self.role_to_mesh or () if not isinstance(role, Role)]
     if unknown:
       raise ValueError(

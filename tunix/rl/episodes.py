@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
+from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
@@ -245,6 +246,7 @@ def rollouts_of(
     episodes=list(episodes),
     episode_rows=each,
     turn_rewards=padded("rewards", np.float32),
+    **common.routes_of([row.routes for row in placed], prompts, width, space),
   )
 
 
@@ -295,6 +297,7 @@ def _placed(row: Row, width: int) -> Row:
     logps=before(row.logps, np.float32),
     versions=None if row.versions is None else before(row.versions, np.int32),
     rewards=before(row.rewards, np.float32),
+    routes=row.routes,
   )
 
 

@@ -281,6 +281,7 @@ class Experience:
       **fields: further fields of the example.
     """
     config = self._config
+    self._check_routes(rollouts)
     # Rows without a reward stay in the batch with weight 0: its shape must not change.
     mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
     if advantages.ndim == 1:
@@ -302,10 +303,20 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
+      **{name: getattr(rollouts, name) for name in common.ROUTES},
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,
     )
+
+  def _check_routes(self, rollouts: Rollouts) -> None:
+    config = self._cluster.cluster_config.rollout(Mode.TRAIN)
+    if config.replay_routes and rollouts.completion_routes is None:
+      raise ValueError(
+        f"replay_routes is True and {type(self._cluster.rollout).__name__} gave no "
+        "routes with its completions: use the vanilla engine, or set replay_routes to "
+        "False"
+      )
 
   def counted(self, rollouts: Rollouts) -> np.ndarray:
     """Returns bool [B]: True for rows that are trained on."""

@@ -135,6 +135,8 @@ def policy_loss(
     temperature=temperature,
     entropy=bool(config.entropy_coef),
     tile_rows=config.exact_tile_rows,
+    prompt_routes=example.prompt_routes,
+    completion_routes=example.completion_routes,
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
   old = example.old_per_token_logps

@@ -75,6 +75,7 @@ def _episode(episode: Episode) -> dict[str, Any]:
 
 def _turn(turn: Turn) -> dict[str, Any]:
   out = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
+  del out["routes"]
   # `logs` may hold any object; samples show its text, too.
   out["logs"] = json.loads(json.dumps(dict(turn.logs), default=str))
   return out | {"action": [list(turn.action), dict(vars(turn.action))]}

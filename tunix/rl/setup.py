@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from tunix.models import calling
+from tunix.models.transformer import route_records
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
@@ -143,6 +144,21 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
     )
 
 
+def _check_routes(cluster: RLCluster) -> None:
+  """Checks that the actor has routes that can be replayed.
+
+  Raises:
+    ValueError: it has no experts.
+  """
+  try:
+    route_records.form_of(cluster.actor)
+  except ValueError as error:
+    raise ValueError(
+      f"replay_routes is True and the actor is {type(cluster.actor).__name__}; "
+      "expected a mixture of experts of tunix. Set replay_routes to False"
+    ) from error
+
+
 def _devices(*models: nnx.Module | None) -> set[Any]:
   arrays = [x for m in models if m is not None for x in jax.tree.leaves(nnx.state(m))]
   return {d for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
@@ -160,6 +176,8 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   if cluster.cluster_config.training_config.staleness:
     _check_schedule(cluster, config)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
+  if cluster.cluster_config.rollout(Mode.TRAIN).replay_routes:
+    _check_routes(cluster)
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
     raise ValueError(
       f"beta is {config.beta} and there is no reference model: pass reference= to "

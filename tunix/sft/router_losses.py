@@ -43,6 +43,14 @@ METRICS = (
     modes="train",
     condition=_MIXTURE,
   ),
+  Metric(
+    "router/replaced",
+    "share",
+    "tokens whose recorded experts are others than those that the router would choose, "
+    "counted in each layer",
+    modes="train",
+    condition="if recorded routes are replayed (`rollout.replay_routes`)",
+  ),
 )
 
 
@@ -65,10 +73,13 @@ def added(loss: WeightedSum, logs: Logs) -> tuple[WeightedSum, dict[str, Weighte
     balance, z_loss = sums.balance_loss(), sums.z_loss()
     total = total + loss.weight * (log.balance_weight * balance + log.z_weight * z_loss)
     stop = jax.lax.stop_gradient
+    statistics = sums.statistics()
+    if not log.has_replay:
+      del statistics["replaced"]
     metrics = {
       "router/balance_loss": _mean(stop(balance), loss.weight),
       "router/z_loss": _mean(stop(z_loss), loss.weight),
-      **{f"router/{name}": value for name, value in sums.statistics().items()},
+      **{f"router/{name}": value for name, value in statistics.items()},
     }
   return WeightedSum(total, loss.weight), metrics
 

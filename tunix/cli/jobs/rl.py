@@ -138,7 +138,10 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
   # The filters belong to sampling in training; greedy decoding refuses them.
   names = () if section.eval_temperature else ("top_p", "top_k", "min_p")
   held_out = dataclasses.replace(
-    train, temperature=section.eval_temperature, **dict.fromkeys(names)
+    train,
+    temperature=section.eval_temperature,
+    replay_routes=False,
+    **dict.fromkeys(names),
   )
   return {Mode.TRAIN: train, Mode.EVAL: held_out}
 

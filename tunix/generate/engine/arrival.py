@@ -17,6 +17,7 @@ from tunix.generate.engine.request import Matcher, Ticket
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.text import TextReader
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer import route_records
 from tunix.models.transformer.model import Transformer
 
 
@@ -51,6 +52,7 @@ def sequences_of(
   _check_sizes(ticket, stop_ids, config)
   key, filters = _key_data(r.seed), r.sampling_options().filters
   uses = arrays.uses_of(r)
+  form = route_records.form_of(model) if config.record_routes else None
   return [
     Sequence(
       ticket=ticket,
@@ -66,6 +68,7 @@ def sequences_of(
       reader=TextReader(tokenizer.decode, r.stop_strings, streams),
       adapter=adapter,
       matcher=_matcher(ticket, model.config.vocab_size),
+      routes=None if form is None else form.empty(limit),
     )
     for sample in range(r.num_samples)
   ]

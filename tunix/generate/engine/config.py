@@ -32,6 +32,9 @@ class EngineConfig:
     max_top_logprobs: largest `top_logprobs` of a request.
     attention: "auto"; "rows", which every device runs; or a name in `paged.PATHS`,
       attention that reads pages. See docs/guides/engine.md.
+    record_routes: record the experts of each token, and return them with the last delta
+      of a completion; the model must be a mixture of experts. The host keeps the
+      records of running completions and of all pages of the cache.
 
   Raises:
     ValueError: a number is out of range, or two contradict each other.
@@ -48,6 +51,7 @@ class EngineConfig:
   adapter_ranks: int = 0
   max_top_logprobs: int = 20
   attention: str = "auto"
+  record_routes: bool = False
 
   def __post_init__(self):
     checks.fields(

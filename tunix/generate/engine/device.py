@@ -25,9 +25,11 @@ from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.slot_state import SlotKeeper
-from tunix.generate.engine.state import Out, PromptOut, Round, Slots
+from tunix.generate.engine.state import Blocks, Out, PromptOut, Round, Slots
 from tunix.generate.layout import GatherWeights
+from tunix.models.transformer import route_records
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.route_records import RouteForm
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
@@ -47,9 +49,11 @@ class Device:
 
   Attributes:
     draft: the draft model on the device, or None.
+    routes: form of the recorded routes; None if they are not recorded.
 
   Raises:
     TypeError, ValueError: see `draft_model.check`.
+    ValueError: routes are to be recorded, and the model has no experts.
   """
 
   def __init__(
@@ -67,7 +71,8 @@ class Device:
     self._opened: decode.Opened | None = None
     self._keeper: Keeper | None = None
     self._bank: AdapterBank | None = None
-    self._uses: frozenset[str] = frozenset()
+    self.routes = route_records.form_of(model) if config.record_routes else None
+    self._uses = frozenset({"routes"} if config.record_routes else ())
     self.set_model(model)
 
   def set_model(self, model: Transformer) -> None:
@@ -113,8 +118,9 @@ class Device:
       draft = self._prepared_draft(plan, running, mesh, source)
       width = c.rounds * (1 + c.draft_tokens)
       slots, out = programs.call(
-        "engine start", _start, arrays.slots_of(running, plan, c), width, tops
-      )
+        "engine start", _start,
+        arrays.slots_of(running, plan, c), width, tops, self.routes,
+      )  # fmt: skip
       draft_store = None if draft is None else draft.take_store()
       carry = Round(slots, keeper.store, out, draft_store)
       keeper.store = None  # donated
@@ -132,6 +138,10 @@ class Device:
       if draft is not None:
         draft.put_store(carry.draft_store)
       return mesh_lib.to_host(carry.out), scored
+
+  def _is_read(self, blocks: Blocks) -> bool:
+    """Returns True if the host reads what is recorded of prompts."""
+    return bool(blocks.scores) or self.routes is not None
 
   def _prepared_draft(
     self, plan: Plan, running: list[Sequence | None], mesh: Any, source: Source
@@ -163,7 +173,7 @@ class Device:
         "engine mixed", launch.mixed,
         *model, carry, rules, bank, blocks, count, draft,
       )  # fmt: skip
-      if blocks.scores:
+      if self._is_read(blocks):
         scored.append((rounds, mesh_lib.to_host(scores)))
     if plan.decode_rounds:
       until = np.array([len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32)
@@ -191,14 +201,15 @@ class Device:
     tops = out.top_ids.shape[2]
     # The call returns before the program has run, so the masks cost no time of the
     # device unless they take longer than the model.
-    store, logits, scores = programs.call(
+    store, ran, scores = programs.call(
       "engine forward", launch.forward,
       *model, slots, store, rules, bank, blocks, tops,
     )  # fmt: skip
     slots, out = programs.call(
-      "engine draw", launch.draw, slots, out, rules, logits, blocks, masks()
+      "engine draw", launch.draw, slots, out, rules, ran, blocks, masks()
     )
-    scored: Scored = [(rounds, mesh_lib.to_host(scores))] if blocks.scores else []
+    is_read = self._is_read(blocks)
+    scored: Scored = [(rounds, mesh_lib.to_host(scores))] if is_read else []
     return Round(slots, store, out), scored
 
   # Number of slots that are free or done at which decoding ends before its last round.
@@ -275,11 +286,13 @@ class Device:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _start(slots: Slots, columns: int, tops: int) -> tuple[Slots, Out]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _start(
+  slots: Slots, columns: int, tops: int, form: RouteForm | None
+) -> tuple[Slots, Out]:
   """Returns the slots and empty results, placed as launches return them.
 
   A program that follows another one in a launch would else be compiled a second time.
   """
-  out = state_lib.empty(slots.last.shape[0], columns, tops)
+  out = state_lib.empty(slots.last.shape[0], columns, tops, form)
   return jax.tree.map(mesh_lib.constrain, (slots, out))

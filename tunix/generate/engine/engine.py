@@ -188,7 +188,7 @@ class Engine:
       sequences = list(map(first, requests))
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
-      return [recorded.completions(request) for request in requests]
+      return list(map(recorded.completions, sequences))
     return batch.run(self, requests)
 
   def is_open(self, ticket: Ticket) -> bool:

@@ -31,7 +31,7 @@ from tunix.generate.engine.choice import Chosen, Rules
 from tunix.generate.engine.draft_rounds import Draft
 from tunix.generate.engine.rounds import Bank
 from tunix.generate.engine.rows import Places
-from tunix.generate.engine.state import Blocks, Out, PromptOut, Round, Slots
+from tunix.generate.engine.state import Blocks, Out, PromptOut, Ran, Round, Slots
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
@@ -61,7 +61,7 @@ def mixed(
   """
   tops = carry.out.top_ids.shape[2]
   shape = blocks.tokens.shape[0], blocks.tokens.shape[1] * blocks.tokens.shape[2]
-  scores = rounds_lib.no_scores(shape, tops)
+  scores = rounds_lib.no_scores(shape, tops, carry.out.routes)
 
   def body(loop):
     number, carry, scores = loop
@@ -70,11 +70,9 @@ def mixed(
     if draft is not None:
       draft_store = draft_rounds.run_along(draft, draft_store, slots, here)
     model = nnx.merge(graph, state)
-    store, logits, one = rounds_lib.run_model(
-      model, bank, slots, store, here, rules, tops
-    )
+    store, ran, one = rounds_lib.run_model(model, bank, slots, store, here, rules, tops)
     has_drawn = slots.active | (here.draws >= 0)
-    slots, out = rounds_lib.draw(slots, out, rules, logits, here, None)
+    slots, out = rounds_lib.draw(slots, out, rules, ran, here, None)
     if draft is not None:
       drafted = jnp.where(has_drawn, slots.position, slots.drafted)
       slots = dataclasses.replace(slots, drafted=drafted)
@@ -98,7 +96,7 @@ def forward(
   bank: Bank | None,
   blocks: Blocks,
   tops: int,
-) -> tuple[Any, jax.Array, PromptOut]:
+) -> tuple[Any, Ran, PromptOut]:
   """Runs the first half of one round: everything that no constraint can change.
 
   The host computes the masks of constraints while this program runs, and then calls
@@ -112,16 +110,14 @@ def forward(
     tops: number of most likely tokens of scored prompts.
 
   Returns:
-    The cache, the logits [B, V] of each slot, and the scores [1, N * Q] of prompts.
+    The cache, what each slot draws from, and the scores [1, N * Q] of prompts.
   """
   model = nnx.merge(graph, state)
   with jax.named_scope("forward"):
     here = rounds_lib.round_of(blocks, 0)
-    store, logits, one = rounds_lib.run_model(
-      model, bank, slots, store, here, rules, tops
-    )
+    store, ran, one = rounds_lib.run_model(model, bank, slots, store, here, rules, tops)
   scores = jax.tree.map(lambda x: mesh_lib.constrain(x[None]), one)
-  return store, logits, scores
+  return store, ran, scores
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -129,7 +125,7 @@ def draw(
   slots: Slots,
   out: Out,
   rules: Rules,
-  logits: jax.Array,
+  ran: Ran,
   blocks: Blocks,
   allowed: Leaf,
 ) -> tuple[Slots, Out]:
@@ -139,12 +135,12 @@ def draw(
     slots, blocks: those of `forward`.
     out: the results; donated.
     rules: choice of the tokens.
-    logits: float32 [B, V], from `forward`.
+    ran: from `forward`.
     allowed: see `choice.choose`.
   """
   with jax.named_scope("draw"):
     carry = rounds_lib.draw(
-      slots, out, rules, logits, rounds_lib.round_of(blocks, 0), allowed
+      slots, out, rules, ran, rounds_lib.round_of(blocks, 0), allowed
     )
   return jax.tree.map(mesh_lib.constrain, carry)
 
@@ -181,9 +177,9 @@ def decode(
       proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     model = nnx.merge(graph, state)
-    store, chosen, is_run = _run_drafts(model, bank, carry, rules, tokens)
+    store, chosen, is_run, routes = _run_drafts(model, bank, carry, rules, tokens)
     started, before = slots, out
-    slots, out = _emit_right_ones(slots, out, tokens, chosen, is_run)
+    slots, out = _emit_right_ones(slots, out, tokens, chosen, is_run, routes)
     if draft is not None:  # keys of tokens that were drawn, not of wrong drafts
       drafted = jnp.minimum(started.position + draft_tokens, slots.position)
       slots = dataclasses.replace(slots, drafted=drafted)
@@ -209,7 +205,7 @@ def decode(
 
 def _run_drafts(
   model: Any, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
-) -> tuple[Any, Chosen, jax.Array]:
+) -> tuple[Any, Chosen, jax.Array, jax.Array | None]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 
   Args:
@@ -218,8 +214,8 @@ def _run_drafts(
     tokens: int32 [B, 1 + D], the last token and the drafts of each slot.
 
   Returns:
-    The cache, the drawn tokens [B, 1 + D], and bool [B, 1 + D], True for tokens that
-    were run.
+    The cache, the drawn tokens [B, 1 + D], bool [B, 1 + D], True for tokens that were
+    run, and the routes [B, 1 + D, M, k] of the tokens, or None.
   """
   slots, (batch, width) = carry.slots, tokens.shape
   positions = slots.position[:, None] + jnp.arange(width)
@@ -230,8 +226,9 @@ def _run_drafts(
   places = Places(
     numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
   )
-  hidden, store = rounds_lib.hidden_of(
-    model, bank, carry.store, jnp.maximum(tokens, 0).reshape(-1), places
+  hidden, store, routes = rounds_lib.run_tokens(
+    *(model, bank, carry.store, jnp.maximum(tokens, 0).reshape(-1), places),
+    records="routes" in rules.uses,
   )
   # Every position draws its token at once; which of them count is seen afterwards.
   index = slots.index[:, None] + jnp.arange(width)
@@ -241,18 +238,24 @@ def _run_drafts(
     index.reshape(-1),
     tops=carry.out.top_ids.shape[2],
   )
-  by_slot = (x.reshape(batch, width, *x.shape[1:]) for x in chosen)
-  return store, Chosen(*by_slot), is_run
+  by_slot = lambda x: x.reshape(batch, width, *x.shape[1:])
+  chosen, routes = jax.tree.map(by_slot, (chosen, routes))
+  return store, chosen, is_run, routes
 
 
 def _emit_right_ones(
-  slots: Slots, out: Out, tokens: jax.Array, chosen: Chosen, is_run: jax.Array
+  slots: Slots,
+  out: Out,
+  tokens: jax.Array,
+  chosen: Chosen,
+  is_run: jax.Array,
+  routes: jax.Array | None,
 ) -> tuple[Slots, Out]:
   """Appends the drawn tokens up to the first that differs from its draft.
 
   Args:
     slots, out: those before the round.
-    tokens, chosen, is_run: see `_run_drafts`.
+    tokens, chosen, is_run, routes: see `_run_drafts`.
   """
   counts = slots.active
   for i in range(tokens.shape[1]):
@@ -263,7 +266,8 @@ def _emit_right_ones(
       counts = counts & slots.active & (tokens[:, i] == slots.last)
       out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
     drawing = dataclasses.replace(slots, active=counts)
-    drawing, out = rounds_lib.emit(drawing, out, Chosen(*(x[:, i] for x in chosen)))
+    one = jax.tree.map(lambda x, i=i: x[:, i], (chosen, routes))
+    drawing, out = rounds_lib.emit(drawing, out, *one)
     over = counts & ~drawing.active
     slots = dataclasses.replace(drawing, active=slots.active & ~over)
   return slots, out

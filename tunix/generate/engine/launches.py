@@ -79,7 +79,10 @@ class Launches:
     self._watch(plan, source, out, time.perf_counter() - start)
     self._count(plan, source, out)
     for rounds_run, scores in scored:
-      results.score_prompts(rounds_run, scores, self._config.page_tokens)
+      size = self._config.page_tokens
+      results.score_prompts(rounds_run, scores, size)
+      if scores.routes is not None:
+        results.record_prompts(rounds_run, scores, size)
     self._read(plan, running, out, source, version)
     return True
 
@@ -116,6 +119,8 @@ class Launches:
     ends = {b.sequence: b.start + b.count for r in plan.rounds for b in r}
     for fork in plan.forks:
       self._scheduler.forked(fork)
+      if (routes := fork.leader.routes) is not None:
+        fork.follower.record(0, routes[: len(fork.leader.request.prompt)])
     # The pages of a follower are its leader's, and a copy that the next launch makes.
     followers = {fork.follower for fork in plan.forks}
     leaders = {fork.leader for fork in plan.forks}

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from tunix.generate.engine import layer_groups
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.layer_groups import Windows
@@ -41,6 +43,8 @@ class PageGroups:
     self._config, self._size = config, config.page_tokens
     make = lambda window: PagePool(layer_groups.pages_of(config, window))
     self._groups = [_Group(window, make(window)) for window in windows]
+    # Recorded routes of the pages with a digest, for completions that share them.
+    self._routes: dict[bytes, np.ndarray] = {}
 
   @property
   def pools(self) -> list[PagePool]:
@@ -75,6 +79,11 @@ class PageGroups:
       own = pool.take(fresh) if window is None else []
       s.pages.append([*passed, *pages, *own])
     s.computed = hit * self._size
+    if s.routes is not None:
+      # If all layers have a window, a prefix outlives the records of its first pages.
+      none = np.zeros_like(s.routes[: self._size])
+      for place, digest in enumerate(digests[:hit]):
+        s.record(place * self._size, self._routes.get(digest, none))
     return True
 
   def _hit(self, digests: list[bytes]) -> int:
@@ -158,9 +167,19 @@ class PageGroups:
   def name(self, s: Sequence, places: Iterable[int]) -> None:
     """Names the full pages of places of a completion by its digests."""
     for place in places:
-      for pool, page in zip(self.pools, s.pages_at(place)):
-        if page != TRASH:  # a follower lacks those that its leader gave up
-          pool.name(page, s.digests[place + 1])
+      digest = s.digests[place + 1]
+      pairs = zip(self.pools, s.pages_at(place))
+      # A follower lacks the pages that its leader gave up.
+      named = [pool.name(page, digest) for pool, page in pairs if page != TRASH]
+      if s.routes is not None and (all(named) or digest not in self._routes):
+        self._keep(digest, s.routes[place * self._size :][: self._size])
+
+  def _keep(self, digest: bytes, routes: np.ndarray) -> None:
+    """Keeps the routes of a page, and forgets those of pages that no pool has."""
+    self._routes[digest] = routes.copy()
+    if len(self._routes) > 2 * sum(pool.size for pool in self.pools):
+      is_known = lambda digest: any(pool.find([digest]) for pool in self.pools)
+      self._routes = {d: r for d, r in self._routes.items() if is_known(d)}
 
   def drop(self, s: Sequence) -> None:
     """Takes all pages of a completion."""
@@ -172,6 +191,7 @@ class PageGroups:
     """Forgets all prefixes; pages that are held stay held."""
     for pool in self.pools:
       pool.forget_all()
+    self._routes.clear()
 
   def audit(self, sequences: Iterable[Sequence]) -> None:
     """Checks that no page is lost; raises AssertionError."""

@@ -120,11 +120,17 @@ class PagePool:
         else:
           self._free.append(page)
 
-  def name(self, page: int, digest: Digest) -> None:
-    """Gives a full page its digest; the first page with a digest keeps it."""
+  def name(self, page: int, digest: Digest) -> bool:
+    """Gives a full page its digest; the first page with a digest keeps it.
+
+    Returns:
+      True if the page got the digest.
+    """
     assert page != TRASH
-    if digest not in self._pages and page not in self._digests:
+    is_new = digest not in self._pages and page not in self._digests
+    if is_new:
       self._pages[digest], self._digests[page] = page, digest
+    return is_new
 
   def forget_all(self) -> None:
     """Forgets all prefixes; pages that are held stay held."""

@@ -18,7 +18,7 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
 from tunix.generate.engine.draft_policy import Source
 from tunix.generate.engine.plan import Block, Plan
-from tunix.generate.engine.request import Completion, EngineRequest
+from tunix.generate.engine.request import Completion
 from tunix.generate.engine.sequence import Sequence
 from tunix.perf import programs
 
@@ -73,12 +73,13 @@ def _plans(sequence: Sequence, config: EngineConfig, is_whole: bool) -> Iterator
         yield Plan(rounds=[before, blocks])
 
 
-def completions(request: EngineRequest) -> list[Completion]:
+def completions(sequence: Sequence) -> list[Completion]:
   """Returns completions of one token, in place of those that were not drawn.
 
   Args:
-    request: the request.
+    sequence: the first completion of a request.
   """
+  request, routes = sequence.request, sequence.routes
   one = np.ones(1, np.int32)
   logps = np.zeros(1, np.float32) if request.logprobs else None
   made = Completion(
@@ -87,6 +88,7 @@ def completions(request: EngineRequest) -> list[Completion]:
     logprobs=logps,
     sampling_logprobs=logps,
     versions=one,
+    routes=None if routes is None else routes[: sequence.length + 1],
     finish_reason="length",
   )
   return [made] * request.num_samples

@@ -179,6 +179,10 @@ class Delta:
       token was drawn from; 0 where nothing was drawn.
     top: the most likely tokens at each position, or None.
     versions: int32 [n], number of the weights that drew each token.
+    routes: in the last delta of a completion that has tokens, the experts of the tokens
+      of its prompt and of all of its tokens, [T + n, M, k], see route_records.py. The
+      last token has none, as it was never run. None without
+      `EngineConfig.record_routes`.
     finish_reason: "eos", "stop" (a stop string), "length", "cancelled" or "error" in
       the last delta of a completion; None before.
   """
@@ -190,6 +194,7 @@ class Delta:
   sampling_logprobs: np.ndarray | None = None
   top: TopLogprobs | None = None
   versions: np.ndarray
+  routes: np.ndarray | None = None
   finish_reason: str | None = None
 
 
@@ -203,6 +208,7 @@ class Completion:
   sampling_logprobs: np.ndarray | None = None
   top: TopLogprobs | None = None
   versions: np.ndarray
+  routes: np.ndarray | None = None
   finish_reason: str
 
 

@@ -35,6 +35,8 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
     return 0, None
   drawn = out.tokens[s.slot, :count]
   s.tokens[s.length : s.length + count] = drawn
+  if out.routes is not None:  # each token is drawn by a run of the token before it
+    s.record(s.length - 1, np.asarray(out.routes[s.slot, :count]))
   stopped, length = bool(out.stopped[s.slot]), s.length + count
   reason = "eos" if stopped else "length" if length >= s.limit else None
   try:
@@ -79,9 +81,20 @@ def hand_out(s: Sequence, out: Out, slot: int, count: int, reason: str | None) -
       sampling_logprobs=cut(out.sampling_logps) if request.logprobs else None,
       top=top,
       versions=np.array(s.versions[len(s.versions) - count :], np.int32),
+      routes=None if reason is None else _routes(s),
       finish_reason=reason,
     )
   )
+
+
+def _routes(s: Sequence) -> np.ndarray | None:
+  """Returns the experts of all tokens of a completion, see `Delta`."""
+  if s.routes is None:
+    return None
+  routes = s.routes[: s.length].copy()
+  # A stop string may end it before the last token that was drawn.
+  routes[s.length - 1 :] = 0
+  return routes
 
 
 def cancelled(s: Sequence) -> None:
@@ -103,12 +116,23 @@ def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -
       if block.start == 0:  # also after a preemption
         s.scores = []
       at = slice(n * page_tokens, n * page_tokens + block.count)
-      s.scores.append([np.array(x[number, at]) for x in out])
+      s.scores.append([np.array(x[number, at]) for x in out[:3]])
       if block.is_last:
         logps, ids, values = (np.concatenate(x)[:-1] for x in zip(*s.scores))
         most = s.request.top_logprobs
         top = TopLogprobs(ids=ids[:, :most], logprobs=values[:, :most])
         s.ticket.prompt_scores = PromptScores(logprobs=logps, top=top if most else None)
+
+
+def record_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -> None:
+  """Records the experts of the tokens of blocks."""
+  assert out.routes is not None
+  for number, blocks in enumerate(rounds):
+    for n, block in enumerate(blocks):
+      at = n * page_tokens
+      block.sequence.record(
+        block.start, np.asarray(out.routes[number, at : at + block.count])
+      )
 
 
 def collected(ticket: Ticket, timeout: float | None) -> list[Completion]:
@@ -139,5 +163,6 @@ def joined(deltas: list[Delta]) -> Completion:
     if ids is None or values is None
     else TopLogprobs(ids=ids, logprobs=values),
     versions=np.concatenate([d.versions for d in deltas]),
+    routes=deltas[-1].routes,
     finish_reason=reason,
   )

@@ -12,8 +12,9 @@ from tunix.generate import sampling
 from tunix.generate.engine import adapters, choice, drafts
 from tunix.generate.engine.choice import Chosen, Rules
 from tunix.generate.engine.rows import Places
-from tunix.generate.engine.state import Blocks, Out, PromptOut, Slots
+from tunix.generate.engine.state import Blocks, Out, PromptOut, Ran, Slots
 from tunix.models import calling
+from tunix.models.transformer import route_records
 
 Leaf = Any
 # State of the adapters, and int32 [B], the number of each slot's adapter.
@@ -33,8 +34,8 @@ def run_model(
   here: Blocks,
   rules: Rules,
   tops: int,
-) -> tuple[Any, jax.Array, PromptOut]:
-  """Returns the store, the logits [B, V] of each slot, and the scores of prompts."""
+) -> tuple[Any, Ran, PromptOut]:
+  """Returns the store, what each slot draws from, and the scores of prompts."""
   batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
   is_run = offsets < here.counts[:, None]
   block_slots = jnp.where(is_run, here.slots[:, None], batch)
@@ -48,12 +49,16 @@ def run_model(
     here.tokens.shape[1],
   )
   tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
-  hidden, store = hidden_of(model, bank, store, tokens, places)
+  hidden, store, routes = run_tokens(
+    model, bank, store, tokens, places, records="routes" in rules.uses
+  )
   first, own = here.draws >= 0, jnp.arange(batch)
   picked = jnp.where(first, batch + here.draws, own)
   # A follower draws after its leader's token, and goes on from its leader's state.
   store = store.forked(jnp.where(first, places.slots[picked], own))
-  logits = logits_of(model, hidden[picked])
+  ran = Ran(
+    logits_of(model, hidden[picked]), None if routes is None else routes[picked]
+  )
   targets = here.targets.reshape(-1)
   scores = no_scores(targets.shape, tops)
   if "prompts" in rules.uses and targets.size:
@@ -62,35 +67,42 @@ def run_model(
       lambda: _prompt_scores(model, hidden[batch:], targets, tops),
       lambda: scores,
     )
-  return store, logits, scores
+  if routes is not None:
+    scores = scores._replace(routes=routes[batch:])
+  return store, ran, scores
 
 
 def draw(
   slots: Slots,
   out: Out,
   rules: Rules,
-  logits: jax.Array,
+  ran: Ran,
   here: Blocks,
   allowed: Leaf | None,
 ) -> tuple[Slots, Out]:
   """Draws the token of each slot that decodes, or whose prompt the round has ended."""
-  chosen = choice.choose(logits, rules, slots.index, allowed, out.top_ids.shape[2])
+  tops = out.top_ids.shape[2]
+  chosen = choice.choose(ran.logits, rules, slots.index, allowed, tops)
   first = here.draws >= 0
   slots = dataclasses.replace(
     slots,
     active=slots.active | first,
     position=jnp.where(first, here.ends - 1, slots.position),
   )
-  slots, out = emit(slots, out, chosen)
+  slots, out = emit(slots, out, chosen, ran.routes)
   slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
   return slots, dataclasses.replace(out, rounds=out.rounds + 1)
 
 
-def no_scores(shape: tuple[int, ...], tops: int) -> PromptOut:
+def no_scores(
+  shape: tuple[int, ...], tops: int, routes: jax.Array | None = None
+) -> PromptOut:
+  """Returns an empty `PromptOut`; with routes of the form of those of `Out`, if any."""
   return PromptOut(
     jnp.zeros(shape, jnp.float32),
     jnp.zeros((*shape, tops), jnp.int32),
     jnp.zeros((*shape, tops), jnp.float32),
+    None if routes is None else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype),
   )
 
 
@@ -98,14 +110,31 @@ def hidden_of(
   model: Any, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
 ) -> tuple[jax.Array, Any]:
   """Returns the hidden states [T, D] of a round, and the store with its keys."""
+  return run_tokens(model, bank, store, tokens, places, records=False)[:2]
+
+
+def run_tokens(
+  model: Any,
+  bank: Bank | None,
+  store: Any,
+  tokens: jax.Array,
+  places: Places,
+  *,
+  records: bool,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+  """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None."""
   if bank is not None:
     state, numbers = bank
     # Tokens that no slot owns have the number behind the last slot.
     model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
-  hidden, cache = model(
+  run = lambda: model(
     tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
   )
-  return hidden[:, 0], store.after(cache)
+  if records:
+    (hidden, cache), routes = route_records.recorded(model, run)
+    return hidden[:, 0], store.after(cache), routes[:, 0]
+  hidden, cache = run()
+  return hidden[:, 0], store.after(cache), None
 
 
 def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
@@ -113,8 +142,16 @@ def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
   return calling.adapt(model).unembed(hidden[:, None])[:, 0].astype(jnp.float32)
 
 
-def emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
-  """Appends the chosen tokens of the active slots, and ends the slots that are done."""
+def emit(
+  slots: Slots, out: Out, chosen: Chosen, routes: jax.Array | None
+) -> tuple[Slots, Out]:
+  """Appends the chosen tokens of the active slots, and ends the slots that are done.
+
+  Args:
+    slots, out: the slots and the results.
+    chosen: the tokens.
+    routes: see `Ran`.
+  """
   bad = slots.active & ~chosen.is_finite
   draws = slots.active & chosen.is_finite
   rows = jnp.arange(draws.shape[0])
@@ -132,6 +169,7 @@ def emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
     top_logps=write(out.top_logps, chosen.top_logps),
     stopped=out.stopped | stops,
     bad=out.bad | bad,
+    routes=out.routes if routes is None else write(out.routes, routes),
   )
   history = slots.history
   if history.shape[1]:

@@ -35,6 +35,9 @@ class Sequence:
     matcher: state of its constraint, or None.
     versions: version of the weights of each drawn token.
     scores: log-probs of the prompt's tokens so far, if they are asked for.
+    routes: experts of its tokens [limit, M, k], see route_records.py; None if they are
+      not recorded.
+    routed: number of tokens from the first on whose experts are in `routes`.
     reader: turns its tokens into text, see text.py.
     is_started: it was admitted at least once.
     failure: error with which it ends after the launch; None before.
@@ -62,6 +65,8 @@ class Sequence:
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+  routes: np.ndarray | None = None
+  routed: int = 0
   is_started: bool = False
   failure: RequestError | None = None
   finish_reason: str | None = None
@@ -98,6 +103,22 @@ class Sequence:
   def pages_at(self, place: int) -> tuple[int, ...]:
     """Returns the page of each group of layers at a place."""
     return tuple(pages[place] for pages in self.pages)
+
+  def record(self, start: int, routes: np.ndarray) -> None:
+    """Records the experts of consecutive tokens.
+
+    A token keeps the experts of its first run. A completion that gave its pages up runs
+    its tokens again, and the log-probs of drawn tokens come from the first run.
+
+    Args:
+      start: position of the first token, at most `routed`.
+      routes: [n, M, k].
+    """
+    assert self.routes is not None and start <= self.routed
+    end = start + len(routes)
+    if end > self.routed:
+      self.routes[self.routed : end] = routes[self.routed - start :]
+      self.routed = end
 
   def hit(self, tokens: int) -> int:
     """Records and returns the prompt tokens that it need not prefill."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tunix.models.transformer.route_records import RouteForm
+
 Leaf = Any  # a traced array inside a program, a host array where it is called
 
 
@@ -49,6 +51,8 @@ class Out:
     tokens: int32 [B, C].
     logps, sampling_logps: float32 [B, C], see `Chosen`.
     top_ids, top_logps: [B, C, t], see `Chosen`.
+    routes: [B, C, M, k], the experts of the token that was run to draw each token, see
+      route_records.py; None if routes are not recorded.
     stopped: bool [B], True if one of `stop_ids` was drawn.
     bad: bool [B], True if a logit was not finite; the token before is the last.
     rounds: int32 scalar, number of rounds.
@@ -74,6 +78,7 @@ class Out:
   accepted: jax.Array
   watched: jax.Array
   predicted: jax.Array
+  routes: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -104,15 +109,34 @@ class Blocks:
 
 
 class PromptOut(NamedTuple):
-  """Log-probs of the targets, [R, N * Q], and the most likely tokens, [R, N * Q, t]."""
+  """What is recorded of the tokens of prompts.
+
+  Attributes:
+    logps: log-probs of the targets, [R, N * Q].
+    top_ids, top_logps: the most likely tokens, [R, N * Q, t].
+    routes: experts of the tokens, [R, N * Q, M, k]; None if they are not recorded.
+  """
 
   logps: jax.Array
   top_ids: jax.Array
   top_logps: jax.Array
+  routes: jax.Array | None = None
 
 
-def empty(slots: int, columns: int, tops: int) -> Out:
-  """Returns an `Out` without tokens."""
+class Ran(NamedTuple):
+  """What the slots draw from.
+
+  Attributes:
+    logits: float32 [B, V].
+    routes: experts [B, M, k] of the tokens that were run; None if not recorded.
+  """
+
+  logits: jax.Array
+  routes: jax.Array | None = None
+
+
+def empty(slots: int, columns: int, tops: int, form: RouteForm | None = None) -> Out:
+  """Returns an `Out` without tokens; `form` is that of recorded routes, or None."""
   shape = (slots, columns)
   floats = lambda *more: jnp.zeros((*shape, *more), jnp.float32)
   number = lambda: jnp.zeros((), jnp.int32)
@@ -132,6 +156,7 @@ def empty(slots: int, columns: int, tops: int) -> Out:
     accepted=number(),
     watched=number(),
     predicted=number(),
+    routes=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
   )
 
 

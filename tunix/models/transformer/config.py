@@ -447,6 +447,11 @@ class TransformerConfig:
     return dataclasses.replace(self, **fields) if fields else self
 
   @property
+  def has_experts(self) -> bool:
+    """True if a layer of this configuration has experts; see `of_layer`."""
+    return self.moe is not None and self.parts != "mixer"
+
+  @property
   def scanned(self) -> bool:
     """True if the layers run in `lax.scan`, see `scans`."""
     return scans(self.scan_layers, self.num_layers)

@@ -166,9 +166,10 @@ class MoE(nnx.Module):
     if mesh is not None and can_shard and not self._is_left_to_xla(mesh, x):
       return self._on_mesh(mesh, x, routes)
     logits = self._logits(x)
-    weights, chosen = self._choose(logits, None if routes is None else routes.replay)
+    replay = None if routes is None else routes.replay
+    weights, chosen = self._choose(logits, replay)
     if routes is not None:
-      routes.add(logits, chosen)
+      routes.add(logits, chosen, self._replaced(logits, chosen, replay))
     weights = weights.astype(x.dtype)
     x = x if self.in_norm is None else self.in_norm(x)
     with jax.named_scope("experts"):
@@ -224,7 +225,8 @@ class MoE(nnx.Module):
 
     Args:
       logits: the logits.
-      replay: numbers of the experts to use; None for those of the largest logits.
+      replay: numbers of the experts to use; None, or negative numbers of a token, for
+        those of the largest scores.
     """
     with jax.named_scope("router"):
       c = self.config
@@ -232,7 +234,8 @@ class MoE(nnx.Module):
       if replay is None:
         weights, chosen = self._best(scores)
       else:
-        weights, chosen = jnp.take_along_axis(scores, replay, axis=-1), replay
+        chosen = jnp.where(replay < 0, self._best(scores)[1], replay)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
       if c.routing == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
       elif c.normalise:  # Qwen 3 renormalises the k weights to the sum 1
@@ -240,6 +243,17 @@ class MoE(nnx.Module):
       if self.expert_scale is not None:
         weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
       return (weights if c.scale == 1 else c.scale * weights), chosen
+
+  def _replaced(self, logits, chosen, replay) -> Float[Array, "... 1"]:
+    """Returns 1 for tokens whose experts are others than the router's choice, else 0.
+
+    The order of the experts does not matter.
+    """
+    if replay is None:
+      return jnp.zeros((*chosen.shape[:-1], 1), jnp.float32)
+    own = self._best(_SCORES[self.config.routing](logits))[1]
+    is_kept = jnp.any(own[..., :, None] == chosen[..., None, :], axis=-1)
+    return 1.0 - jnp.all(is_kept, axis=-1, keepdims=True).astype(jnp.float32)
 
   def _best(self, scores):
     """Returns scores and numbers of the experts to use."""
@@ -294,7 +308,9 @@ class MoE(nnx.Module):
       # The gather then also moves k weights and k expert numbers per token.
       logits = moe._logits(x)
       weights, chosen = moe._choose(logits, replay)
-      routed = () if routes is None else (logits, chosen)
+      routed = ()
+      if routes is not None:
+        routed = logits, chosen, moe._replaced(logits, chosen, replay)
       weights = weights.astype(x.dtype)
       x = x if moe.in_norm is None else moe.in_norm(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]

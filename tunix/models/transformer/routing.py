@@ -45,6 +45,7 @@ class RouterLog(nnx.Module):
   Attributes:
     total: the sums of all calls.
     choice: the experts of the last call, if they are recorded; else None.
+    has_replay: True if a call replayed recorded experts.
     balance_weight, z_weight: see `MoEConfig`.
   """
 
@@ -52,6 +53,7 @@ class RouterLog(nnx.Module):
     self.total = RouterSum(router.empty(config.num_experts))
     self.balance_weight = config.balance_weight
     self.z_weight = config.z_weight
+    self.has_replay = False
     self.choice = nnx.data(
       RouterChoice(jnp.zeros((0, 0, 0, 0), jnp.int32)) if records else None
     )
@@ -75,21 +77,38 @@ def logged(model: nnx.Module, *, records: bool = False) -> Iterator[Logs]:
     records: if True, the experts of the last call are recorded. The calls must not be
       differentiated: with `remat` each layer would keep the whole record.
   """
-  modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
-  decoders = [
-    (module, module.config.moe)
-    for module in modules
-    if hasattr(module, "router_log") and module.config.moe is not None
-  ]
-  logs = Logs()
-  for decoder, config in decoders:
-    decoder.router_log = nnx.data(RouterLog(config, records=records))
+  decoders, logs = _decoders(model), Logs()
+  for decoder in decoders:
+    decoder.router_log = nnx.data(RouterLog(decoder.config.moe, records=records))
     logs.append(decoder.router_log)
   try:
     yield logs
   finally:
-    for decoder, _ in decoders:
+    for decoder in decoders:
       decoder.router_log = nnx.data(None)
+
+
+@contextlib.contextmanager
+def unlogged(model: nnx.Module) -> Iterator[None]:
+  """Takes the logs away for a while: inside `jax.checkpoint` they cannot be written."""
+  logs = [(decoder, decoder.router_log) for decoder in _decoders(model)]
+  for decoder, _ in logs:
+    decoder.router_log = nnx.data(None)
+  try:
+    yield
+  finally:
+    for decoder, log in logs:
+      decoder.router_log = nnx.data(log)
+
+
+def _decoders(model: nnx.Module) -> list[Any]:
+  """Returns the decoders with experts in a model."""
+  modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
+  return [
+    module
+    for module in modules
+    if hasattr(module, "router_log") and module.config.moe is not None
+  ]
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +133,7 @@ class Routes:
 
   Attributes:
     log: the open log, or None.
-    replay: the experts of each layer's tokens, int32 [L, B, T, k], or None.
+    replay: the experts of each layer's tokens, integers [L, B, T, k], or None.
     weights: 1 for tokens that count in the sums and 0 for padding.
     start: the state before the first layer.
   """
@@ -133,6 +152,7 @@ class Routes:
     if self.log is None:
       return
     assert carried.sums is not None
+    self.log.has_replay |= self.replay is not None
     self.log.total.set_value(self.log.total.get_value().plus(carried.sums))
     if self.log.choice is not None:
       self.log.choice.set_value(carried.choice)
@@ -146,15 +166,31 @@ class LayerRoutes:
 
   @property
   def replay(self) -> Int[Array, "B T k"] | None:
-    """The experts that the layer's tokens use; None lets the router choose."""
-    replay = self._routes.replay
-    return None if replay is None else replay[self._carried.layer]
+    """The experts that the layer's tokens use; None lets the router choose.
 
-  def add(self, logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"]) -> None:
-    """Logs the router's logits and the experts that are used."""
+    The router also chooses for a token whose numbers are negative.
+    """
+    replay = self._routes.replay
+    if replay is None:
+      return None
+    return replay[self._carried.layer].astype(jnp.int32)
+
+  def add(
+    self,
+    logits: Float[Array, "B T E"],
+    chosen: Int[Array, "B T k"],
+    replaced: Float[Array, "B T 1"],
+  ) -> None:
+    """Logs the routes of the layer's tokens.
+
+    Args:
+      logits: logits of the router.
+      chosen: the experts that are used.
+      replaced: 1 where these are others than the router's choice, else 0.
+    """
     carried, changes = self._carried, {}
     if carried.sums is not None:
-      own = router.sums(logits, chosen, self._routes.weights)
+      own = router.sums(logits, chosen, self._routes.weights, replaced[..., 0])
       changes["sums"] = carried.sums.plus(own)
     if carried.choice is not None:
       changes["choice"] = carried.choice.at[carried.layer].set(chosen)

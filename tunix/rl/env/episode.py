@@ -27,6 +27,8 @@ class Turn:
     action: the ids that were drawn, and their text.
     logps: float32 [n], their log-probabilities when they were drawn, in nats.
     versions: int32 [n], version of the weights that drew each, or None.
+    routes: experts of the tokens of the prompt and the action, or None; see `Drawn`.
+      They are not saved with an episode, because its rows have them.
     reward: reward of the action.
     metrics, logs: what the environment gave with it.
     episode_done: True if the environment ended the episode with it.
@@ -36,6 +38,7 @@ class Turn:
   action: Action
   logps: np.ndarray
   versions: np.ndarray | None = None
+  routes: np.ndarray | None = None
   reward: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,6 +90,7 @@ class Row:
     logps: float32 [n], 0 on observations.
     versions: int32 [n] or None.
     rewards: float32 [n], the reward of an action at its last id, else 0.
+    routes: experts of the prompt's ids and of `ids`, [T + n, M, k]; or None.
   """
 
   prompt: np.ndarray
@@ -95,6 +99,7 @@ class Row:
   logps: np.ndarray
   versions: np.ndarray | None
   rewards: np.ndarray
+  routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -188,4 +193,18 @@ def _row(turns: Sequence[Turn]) -> Row:
   kinds = {"ids": np.int32, "drawn": bool, "logps": np.float32, "rewards": np.float32}
   joined = {k: np.concatenate(v).astype(kinds[k]) for k, v in parts.items()}
   stamps = np.concatenate(versions).astype(np.int32) if has_versions else None
-  return Row(prompt=first, versions=stamps, **joined)
+  return Row(prompt=first, versions=stamps, routes=_routes(turns), **joined)
+
+
+def _routes(turns: Sequence[Turn]) -> np.ndarray | None:
+  """Returns the experts of the ids of a row; None if a turn has none.
+
+  A token keeps the experts of its first run. The last id of an action is run in the
+  next turn.
+  """
+  known = [turn.routes for turn in turns if turn.routes is not None]
+  if len(known) < len(turns):
+    return None
+  ends = [0, *(len(routes) - 1 for routes in known)]
+  parts = [routes[start:-1] for start, routes in zip(ends, known)]
+  return np.concatenate([*parts, known[-1][-1:]])

@@ -39,6 +39,8 @@ class Drawn(NamedTuple):
     logps: float32 [n], of the distribution that was drawn from, in nats.
     versions: int32 [n], version of the weights, or None.
     finish_reason: "eos", "stop" or "length".
+    routes: experts of the tokens of the prompt and the action, [T + n, M, k], see
+      `SamplerOutput.routes`; or None.
   """
 
   episode: int
@@ -46,6 +48,7 @@ class Drawn(NamedTuple):
   logps: np.ndarray
   versions: np.ndarray | None
   finish_reason: str
+  routes: np.ndarray | None = None
 
 
 class Policy(Protocol):

@@ -236,6 +236,7 @@ class _Batch:
       action=action,
       logps=drawn.logps,
       versions=drawn.versions,
+      routes=drawn.routes,
     )
     live.episode.turns.append(turn)
     # A copy: an environment may change what it gets, and the turn is trained.

@@ -45,6 +45,9 @@ class RolloutConfig:
       memory, else False; always False on CPUs.
     slots: number of completions that our engine samples at the same time; None: all of
       a batch, at most 64 on a CPU and 512 elsewhere. The padded sampler takes all.
+    replay_routes: for a mixture of experts: record the experts of each token while it
+      is sampled, and use them in training in place of the router's choice; see
+      docs/guides/rl.md. Only with our own engine and sampler.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
@@ -61,6 +64,7 @@ class RolloutConfig:
   kv_cache_size: int | None = None
   gather_weights: GatherWeights = None
   slots: int | None = None
+  replay_routes: bool = False
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -106,6 +110,8 @@ class RolloutOutput:
     version: version of the weights that sampled, from `update_params`.
     versions: B int32 arrays, the optimizer updates of the weights that drew each token,
       for an engine that changes its weights while it samples; or None.
+    routes: B arrays [T + n, M, k], the experts of the tokens of each row's prompt and
+      completion, see `SamplerOutput.routes`; or None.
   """
 
   text: list[str]
@@ -115,12 +121,12 @@ class RolloutOutput:
   finish_reasons: list[str]
   version: Any = None
   versions: list[np.ndarray] | None = None
+  routes: list[np.ndarray] | None = None
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
     names = {f.name for f in dataclasses.fields(self)} - {"version"}
-    if self.versions is None:
-      names.remove("versions")
+    names -= {name for name in ("versions", "routes") if getattr(self, name) is None}
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
     return RolloutOutput(**rows, version=self.version)

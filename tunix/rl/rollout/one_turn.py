@@ -51,4 +51,5 @@ def completions(
     logprobs=[row.logps for row in rows],
     finish_reasons=[row.finish_reason for row in rows],
     versions=[np.asarray(row.versions, np.int32) for row in rows],
+    routes=[row.routes for row in rows] if config.replay_routes else None,
   )

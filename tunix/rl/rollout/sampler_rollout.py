@@ -57,6 +57,8 @@ class SamplerRollout(BaseRollout):
       **draws,
       include_eos=True,
       return_logprobs=True,
+      # Not False: samplers of users need not know the option.
+      **({"return_routes": True} if c.replay_routes else {}),
       **self._options,
     )
     if out.sampling_logprobs is None:
@@ -73,6 +75,7 @@ class SamplerRollout(BaseRollout):
       logprobs=list(out.sampling_logprobs),
       finish_reasons=out.finish_reasons,
       version=self.version,
+      routes=out.routes if c.replay_routes else None,
     )
 
   def pad_id(self) -> int:

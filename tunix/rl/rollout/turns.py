@@ -158,6 +158,7 @@ class EngineTurns:
       np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
       versions,
       deltas[-1].finish_reason or "",
+      deltas[-1].routes,
     )
 
 
@@ -238,16 +239,25 @@ class BatchTurns:
       seed=key,
       first_prompt=first,
     )
+    routes = out.routes or [None] * len(draws)
     return [
-      _cut(draw, np.asarray(ids), np.asarray(logps), reason)
-      for draw, ids, logps, reason in zip(
-        draws, out.tokens, out.logprobs, out.finish_reasons, strict=True
+      _cut(draw, np.asarray(ids), np.asarray(logps), reason, experts)
+      for draw, ids, logps, reason, experts in zip(
+        draws, out.tokens, out.logprobs, out.finish_reasons, routes, strict=True
       )
     ]
 
 
-def _cut(draw: Draw, ids: np.ndarray, logps: np.ndarray, reason: str) -> Drawn:
+def _cut(
+  draw: Draw,
+  ids: np.ndarray,
+  logps: np.ndarray,
+  reason: str,
+  routes: np.ndarray | None,
+) -> Drawn:
   """Returns an action with at most the tokens that there is room for."""
   if len(ids) > draw.max_tokens:
     ids, logps, reason = ids[: draw.max_tokens], logps[: draw.max_tokens], "length"
-  return Drawn(draw.episode, ids.astype(np.int32), logps, None, reason)
+  if routes is not None:
+    routes = routes[: len(draw.prompt) + len(ids)]
+  return Drawn(draw.episode, ids.astype(np.int32), logps, None, reason, routes)

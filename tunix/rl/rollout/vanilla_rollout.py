@@ -70,7 +70,8 @@ class VanillaRollout(SamplerRollout):
     self, rows: int, max_tokens: int
   ) -> contextlib.AbstractContextManager[Engine | None]:
     if isinstance(self._sampler, EngineSampler):
-      return self._sampler.session(rows, max_tokens)
+      records = self._arguments[2].replay_routes
+      return self._sampler.session(rows, max_tokens, record_routes=records)
     return super().session(rows, max_tokens)
 
   def separate_engine(self, rows: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
@@ -84,7 +85,8 @@ class VanillaRollout(SamplerRollout):
       ValueError: the model is for the padded sampler.
     """
     self.check_separate_engine()
-    return self._sampler.separate_engine(rows, max_tokens)
+    records = self._arguments[2].replay_routes
+    return self._sampler.separate_engine(rows, max_tokens, record_routes=records)
 
   def check_separate_engine(self) -> None:
     """Checks that there is an engine.
