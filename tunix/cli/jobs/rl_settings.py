@@ -43,6 +43,8 @@ class RolloutSettings(RolloutConfig):
     seed: seed of the sampling; null: the key seed.
     engine: engine that samples. vanilla is the library's own engine, or its padded
       sampler for models that do not suit the engine; padded is always that sampler.
+      per_process is the library's own engine in each process, on the devices of the
+      process, which draws its share of each batch.
     engine_options: options of vllm or sglang_jax, passed to them as they are.
   """
 
@@ -51,13 +53,13 @@ class RolloutSettings(RolloutConfig):
   eval_temperature: float | None = None
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
   stop_strings: tuple[str, ...] = ()
-  engine: Literal["vanilla", "padded", "vllm", "sglang_jax"] = "vanilla"
+  engine: Literal["vanilla", "per_process", "padded", "vllm", "sglang_jax"] = "vanilla"
 
   def __post_init__(self):
     super().__post_init__()
     checks.fields(self, eval_temperature=checks.NOT_NEGATIVE)
     setup.check_exploring(self)
-    if self.engine in ("vanilla", "padded"):
+    if self.engine in ("vanilla", "per_process", "padded"):
       vanilla_rollout.check_options(self)
 
 
