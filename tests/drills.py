@@ -125,7 +125,10 @@ class KillDrill:
       if not (last / item).exists():
         continue
       with ocp.PyTreeCheckpointer() as reader:
-        arrays = tree.flatten(reader.restore(last / item))
+        # As NumPy arrays: the devices of other processes are not here.
+        names = reader.metadata(last / item).item_metadata.tree
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
+        arrays = tree.flatten(reader.restore(last / item, restore_args=kinds))
       for name, value in arrays.items():
         value = np.asarray(value)
         out[f"{item}.{name}"] = hashlib.sha256(value.tobytes()).hexdigest()

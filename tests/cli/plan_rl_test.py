@@ -55,6 +55,12 @@ def test_the_programs_are_those_of_the_run(monkeypatch):
   assert planned["actor scoring"].calls == 2 and planned["prefill"].calls == 1
 
 
+def test_engines_of_processes_are_not_planned():
+  config = config_lib.load([*GRPO, "--rollout.engine=per_process"])
+  with pytest.raises(ValueError, match=r"add --rollout\.engine=vanilla"):
+    plan_main.plan(config, "cpu:8", MESH)
+
+
 @pytest.fixture(scope="module")
 def made():
   return plan_main.plan(config_lib.load(GRPO), "cpu:8", MESH)

@@ -1,8 +1,10 @@
 """Runs one RL job of the kill drills: python -m tests.rl.drill_worker JOB FOLDER.
 
-A greedy job whose FOLDER begins with "replay_" repeats the one beside it.
+The arguments RANK COUNT PORT may follow, for one of several processes. A greedy job
+whose FOLDER begins with "replay_" repeats the one beside it.
 """
 
+import contextlib
 import pathlib
 import sys
 
@@ -20,8 +22,10 @@ from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_learner import RLLearner
+from tunix.sft import launch
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.peft_trainer import CheckpointOptions
+from tunix.utils import mesh as mesh_lib
 
 STEPS = 24
 # A gated delta net below gated attention.
@@ -65,6 +69,8 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     "checkpointing_options": CheckpointOptions(save_every_n_steps=4),
     "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
   }
+  if jax.process_count() > 1:
+    options["rollout_engine"] = "per_process"
   shared = {"num_iterations": 2, "beta": 0.05, "pass_threshold": 0.5}
   if job == "ppo":
     cluster = clusters.cluster(
@@ -108,10 +114,16 @@ def main() -> None:
   # Compiling is most of the drill; equal programs give equal bits.
   jax.config.update("jax_compilation_cache_dir", str(folder.parent / "programs"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  made = learner(job, folder)
-  print(f"starts from step {made.train_steps}", flush=True)
-  made.train(clusters.prompts(40), clusters.prompts(2, seed=9))
-  made.close()
+  mesh = contextlib.nullcontext()
+  if len(sys.argv) > 3:
+    rank, count, port = map(int, sys.argv[3:])
+    launch.initialize(f"localhost:{port}", count, rank, heartbeat_s=10)
+    mesh = jax.set_mesh(mesh_lib.create_mesh({"fsdp": count}))
+  with mesh:
+    made = learner(job, folder)
+    print(f"starts from step {made.train_steps}", flush=True)
+    made.train(clusters.prompts(40), clusters.prompts(2, seed=9))
+    made.close()
 
 
 if __name__ == "__main__":

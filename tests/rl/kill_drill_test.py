@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import drills
-from tests.rl import drill_worker
+from tests.rl import drill_worker, kill_matrix
 from tunix.rl import journal
 
 
@@ -58,6 +58,12 @@ def test_killed_greedy_runs_lose_nothing_and_are_replayed(tmp_path, job, kills):
   assert trained <= ends.keys() and set(ends.values()) == {1}
   drill.finish(tmp_path / "replay_run")
   assert drill.digest(tmp_path / "replay_run") == drill.digest(folder)
+
+
+@pytest.mark.slow
+def test_killed_runs_of_two_processes_resume_exactly(tmp_path):
+  (case,) = kill_matrix.drill([("lagged-env", 2)], kills=2, folder=tmp_path)
+  assert case.kills == 2
 
 
 def kill_at(run, file, more):

@@ -238,6 +238,16 @@ def test_shared_arrays_are_not_sent():
   assert copy_weights(source, target) == size
 
 
+def test_adapters_alone_are_sent_to_a_clone_on_other_devices():
+  actor = adapted(fresh(layers=1))
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+  clone = nnx.clone(actor)
+  nnx.update(clone, jax.device_put(nnx.state(clone), device))
+  arrived = placement.sent(actor, clone)
+  assert arrived.keys() == arrays(actor, nnx.LoRAParam).keys()
+  assert all(x.sharding == device for x in arrived.values())
+
+
 def test_a_transport_that_loses_the_update():
   source, target = adapted(fresh()), adapted(fresh())
   train(source)

@@ -1,16 +1,22 @@
 """What processes_test runs in each process: RANK PORT COUNT FOLDER JOB WHAT...."""
 
+import json
 import pathlib
 import shutil
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from tests.rl import clusters
+from tests.rl.env import toy_envs
+from tunix.rl import local_arrays, reshard
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
+from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
@@ -19,11 +25,17 @@ from tunix.sft.metrics_logger import JsonlBackend, MetricsLoggerOptions
 from tunix.utils import coordination, mesh as mesh_lib, tree
 
 CALLS = []
+TEXTS = []  # completions, in the order of the batches
 
 
 def counted(prompts, completions, **columns):
   CALLS.append(len(prompts))
   return clusters.even(prompts, completions, **columns)
+
+
+def noted(prompts, completions, rewards, **columns):
+  TEXTS.extend(completions)
+  return {"noted": len(completions)}
 
 
 def learner(job, folder, steps):
@@ -38,6 +50,8 @@ def learner(job, folder, steps):
     ),
   }
   rewards = RewardManager([counted], rows_per_call=1)
+  if job.startswith("engines"):
+    return engines(job, rewards, **options)
   if job == "ppo":
     cluster = clusters.cluster(clusters.model(), critic=True, **options)
     return PPOLearner(cluster, PPOConfig(beta=0.0), rewards)
@@ -50,6 +64,38 @@ def learner(job, folder, steps):
   correction = RolloutCorrection()
   config = GRPOConfig(num_generations=4, beta=0.04, rollout_correction=correction)
   return GRPOLearner(cluster, config, rewards)
+
+
+class Fragile(toy_envs.Echo):
+  """Fails in some episodes of the last prompt of a batch."""
+
+  async def step(self, action):
+    if self._number == 3 and action[0] % 2:
+      raise RuntimeError("the sandbox is gone")
+    return await super().step(action)
+
+
+def engines(job, rewards, **options):
+  """An engine in each process: "engines", "engines-env", "engines-lagged-env"."""
+  if jax.process_count() == 1:  # two devices train, one of them samples as well
+    mesh = mesh_lib.create_mesh({"tp": 1}, jax.devices()[:1])
+    options["role_to_mesh"] = {Role.ROLLOUT: mesh}
+  if "lagged" in job:
+    options["schedule"] = "lagged"
+  more = {"reward_fns": rewards}
+  # As many slots as a process of two needs: sums of other sizes are rounded otherwise.
+  options["rollout"] = {"slots": 8}
+  if "env" in job:
+    options["rollout"] |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
+    limits = EpisodeConfig(max_turns=3, max_tokens=24)
+    more = {"env": Fragile, "episodes": limits}
+  cluster = clusters.cluster(
+    clusters.model(),
+    rollout_engine="per_process",
+    **options,
+  )
+  config = GRPOConfig(num_generations=4, beta=0.0)
+  return GRPOLearner(cluster, config, metric_fns=noted, **more)
 
 
 def run(job, folder, steps, batches=4):
@@ -67,6 +113,7 @@ def whole(job, folder):
   """The run in one go."""
   _, weights = run(job, folder / "whole", 4)
   (folder / f"rows-{jax.process_index()}").write_text(str(sum(CALLS)))
+  (folder / f"texts-{jax.process_index()}.json").write_text(json.dumps(TEXTS))
   if jax.process_index() == 0:
     np.savez(folder / "weights.npz", **weights)
 
@@ -109,6 +156,53 @@ def roles(job, folder):
       out.close()
 
 
+def local(job, folder):
+  """Arrays over all processes are copied to a mesh of this process."""
+  del job, folder
+  devices, count = jax.devices(), jax.process_count()
+  each = len(devices) // count
+  mixed = [d for i in range(each) for d in devices[i::each]]  # one of each process
+  here = mesh_lib.create_mesh({"tp": each}, jax.local_devices())
+  value = np.arange(8 * 24, dtype=np.float32).reshape(8, 24)
+  for order in (devices, mixed):
+    mesh = mesh_lib.create_mesh({"fsdp": len(devices)}, order)
+    local_arrays.check_mesh(mesh, here)
+    spread = jax.device_put(value, jax.NamedSharding(mesh, P("fsdp")))
+    for spec in (P(None, "tp"), P("tp"), P()):
+      target = jax.NamedSharding(here, spec)
+      out = reshard.reshard_pytree(spread, target)
+      assert out.sharding == target and out.is_fully_addressable
+      np.testing.assert_array_equal(out, value)
+
+
+def refused(job, folder):
+  """What an engine in each process cannot do, by name."""
+  mine = mesh_lib.create_mesh({"tp": 1}, jax.devices()[-1:])
+  cases: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "greedy"}, "which one journal does not describe"),
+    ({"schedule": "lagged", "rollout_engine": "vanilla"}, "started in another order"),
+    ({"role_to_mesh": {Role.ROLLOUT: mine}}, "which is a device of process 1"),
+    ({"rollout_engine": "vllm"}, 'expected "per_process", "vanilla" or "padded"'),
+  ]
+  for options, part in cases:
+    if "role_to_mesh" in options and jax.process_index() == 1:
+      coordination.gather("the meshes of the engines", {})  # the other one is alone
+      continue
+    try:
+      clusters.grpo(**{"rollout_engine": "per_process", **options})
+    except ValueError as error:
+      assert part in str(error), error
+    else:
+      raise AssertionError(f"{options} was taken")
+  try:
+    cluster = clusters.cluster(clusters.model())
+    GRPOLearner(cluster, GRPOConfig(beta=0.0), env=toy_envs.Echo)
+  except ValueError as error:
+    assert "whose environments cannot share one engine" in str(error), error
+  else:
+    raise AssertionError("environments were taken")
+
+
 def different_prompts(job, folder):
   out = learner(job, folder, 4)
   seed = jax.process_index()
@@ -124,6 +218,9 @@ def different_prompts(job, folder):
 def main() -> None:
   rank, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
   folder, job = pathlib.Path(sys.argv[4]), sys.argv[5]
+  # Learners compile the same programs again and again.
+  jax.config.update("jax_compilation_cache_dir", str(folder.parent / "programs"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   if count > 1:
     jax.distributed.initialize(
       f"localhost:{port}", num_processes=count, process_id=rank
@@ -135,7 +232,7 @@ def main() -> None:
       assert part in str(error), error
     else:
       raise AssertionError("models on one device were taken")
-  with jax.set_mesh(mesh_lib.create_mesh({"fsdp": 8})):
+  with jax.set_mesh(mesh_lib.create_mesh({"fsdp": jax.device_count()})):
     for name in sys.argv[6:]:
       globals()[name](job, folder)
   print("done")

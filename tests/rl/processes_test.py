@@ -1,5 +1,6 @@
 """RL over several processes learns what it learns in one, and goes on in any number."""
 
+import json
 import pathlib
 
 import numpy as np
@@ -10,9 +11,9 @@ from tests import processes
 PROGRAM = pathlib.Path(__file__).with_name("process_programs.py")
 
 
-def together(count, folder, job, *what):
+def together(count, folder, job, *what, devices=8):
   folder.mkdir(exist_ok=True)
-  port, devices = processes.free_port(), 8 // count
+  port, devices = processes.free_port(), devices // count
   arguments = (port, count, folder, job, *what)
   processes.finish(
     *(processes.start(PROGRAM, devices, rank, *arguments) for rank in range(count)),
@@ -40,7 +41,7 @@ def equal(a, b):
 def test_processes_learn_what_one_learns(job, count, tmp_path):
   one, many = tmp_path / "one", tmp_path / "many"
   together(1, one, job, "whole")
-  more = ["roles"] if (job, count) == ("grpo", 2) else []
+  more = ["roles", "local"] if (job, count) == ("grpo", 2) else []
   together(count, many, job, "whole", "cut", "different_prompts", *more)
   equal(one / "weights.npz", many / "weights.npz")
   rows = [int((many / f"rows-{rank}").read_text()) for rank in range(count)]
@@ -51,3 +52,34 @@ def test_processes_learn_what_one_learns(job, count, tmp_path):
   # What several processes saved, one goes on from.
   together(1, many, job, "from_half")
   equal(one / "weights.npz", many / "half.npz")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("job", "what"),
+  [
+    pytest.param("engines-lagged-env", ["whole"], marks=pytest.mark.ci),
+    ("engines-env", ["whole", "cut"]),
+    ("engines-lagged", ["whole", "cut"]),
+    ("engines", ["whole", "cut", "refused"]),
+  ],
+)
+def test_engines_of_processes_draw_what_one_engine_draws(job, what, tmp_path):
+  one, many = tmp_path / "one", tmp_path / "many"
+  together(1, one, job, "whole", devices=2)
+  together(2, many, job, *what, devices=2)
+  texts = json.loads((one / "texts-0.json").read_text())
+  assert len(texts) == 64
+  for rank in range(2):  # each process has all completions
+    assert json.loads((many / f"texts-{rank}.json").read_text()) == texts
+  equal(one / "weights.npz", many / "weights.npz")
+  failed = [
+    sum(line.get("rewards/failed", 0.0) for line in metrics(folder))
+    for folder in (one, many)
+  ]
+  assert failed[0] == failed[1] and bool(failed[0]) == ("env" in job)
+
+
+def metrics(folder):
+  lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]

@@ -40,6 +40,15 @@ def what_differs_is_named(rank):
   expect(ValueError, part, coordination.agree, "settings", more, "use one", 20)
 
 
+def shares_are_exchanged_and_a_failure_is_raised_on_both(rank):
+  mine = list(coordination.share(5))
+  assert coordination.exchange("shares", lambda: mine, 20) == [[0, 1], [2, 3, 4]]
+  work = lambda: {0: "kept"}[rank]
+  part = "1" if rank else "process 1 of 2 failed: KeyError: 1"
+  kind = KeyError if rank else coordination.AbsentError
+  expect(kind, part, coordination.exchange, "work", work, 20)
+
+
 def all_stop_after_the_same_step(rank):
   notice = coordination.StopNotice(lag=3)
   stopped = None
@@ -58,6 +67,7 @@ def main(rank: int, port: str) -> None:
   jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
   values_of_all_come_in_order(rank)
   who_does_not_come_is_named(rank)
+  shares_are_exchanged_and_a_failure_is_raised_on_both(rank)
   what_differs_is_named(rank)
   all_stop_after_the_same_step(rank)
   print("done")

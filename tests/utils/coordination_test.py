@@ -20,6 +20,7 @@ def test_two_processes():
 def test_one_process_meets_itself():
   assert coordination.gather("x", {"a": [1, None]}) == [{"a": [1, None]}]
   coordination.agree("x", {"a": "1"}, "nothing")
+  assert coordination.exchange("x", lambda: coordination.share(3)[-1], 1) == [2]
 
 
 @pytest.mark.parametrize("signum", [None, 15])

@@ -148,8 +148,9 @@ class ClusterConfig:
     role_to_mesh: the mesh of each role. A missing role uses the actor's mesh; if that
       is missing too, or this is None, the arrays of the role stay where they are.
     rollout_engine: "vanilla" (our engine; the padded sampler for models that do not
-      suit it), "padded" (always the padded sampler), "vllm", "sglang_jax", or a
-      subclass of BaseRollout.
+      suit it), "per_process" (our engine, one in each process, on its own devices;
+      `role_to_mesh` may give Role.ROLLOUT a mesh of them), "padded" (always the padded
+      sampler), "vllm", "sglang_jax", or a subclass of BaseRollout.
     offload_to_cpu: if True, reference, reward model and critic are kept in host memory
       between uses.
     training_config: batch sizes, optimizers, checkpoints and evaluations.

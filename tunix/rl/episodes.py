@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
-from tunix.rl import common
+from tunix.rl import common, saved_rollouts
 from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
@@ -25,6 +25,7 @@ from tunix.rl.pipeline import PROMPTS, PromptBatch
 from tunix.rl.reward_outcomes import Failed, Outcome, Value
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import coordination
 from tunix.utils.metric import Metric
 
 _WITH_ENV = "if completions are episodes in environments"
@@ -84,7 +85,8 @@ class Episodes:
 
   Raises:
     TypeError: `make` cannot be called.
-    ValueError: there are several processes, or a reward model.
+    ValueError: there is a reward model, or there are several processes without an
+      engine in each.
   """
 
   def __init__(
@@ -95,10 +97,11 @@ class Episodes:
         f"env is a {type(make).__name__}, expected a function env(prompt, **columns) "
         "that makes an environment"
       )
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and not cluster.rollout.is_per_process:
       raise ValueError(
-        f"env is set and there are {jax.process_count()} processes: environments run "
-        "in one process only. Start one process with all devices"
+        f"env is set and there are {jax.process_count()} processes, whose environments "
+        'cannot share one engine: set rollout_engine to "per_process", or start one '
+        "process with all devices"
       )
     if cluster.reward is not None:
       raise ValueError(
@@ -126,38 +129,58 @@ class Episodes:
   ) -> Rollouts:
     """Runs the episodes of a batch; the rewards of functions are still missing.
 
+    Each of several processes runs the episodes of its share of the prompts, and
+    receives those of the others without their environments.
+
     Args:
       batch: the prompts.
       mode: the mode whose sampling settings are used.
       group: completions of each prompt.
       key: key of the batch.
-    """
-    cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
-    limit = config.max_prompt_length + self.config.max_tokens
-    count = len(batch.prompts) * group
-    with cluster.turns(mode, key, episodes=count, limit=limit) as policy:
-      rollouts, waited_s = self.run(batch, mode, group, policy)
-    self._waited_s += waited_s
-    return rollouts
 
-  def run(
-    self,
-    batch: PromptBatch,
-    mode: Mode,
-    group: int,
-    policy: Policy,
-    *,
-    has_versions: bool = False,
-  ) -> tuple[Rollouts, float]:
-    """Runs the episodes of a batch; several threads may do so.
+    Raises:
+      AbsentError: another process failed, or did not take part in time.
+      TypeError: a message of an environment is not JSON, with several processes.
+    """
+    mine = coordination.share(len(batch.prompts))
+    run = functools.partial(self._share, batch, mine, mode, group, key)
+    if jax.process_count() == 1:
+      return self._rows(run(), batch, mode, group)
+    rollout: Any = self._cluster.rollout  # one in each process, see the constructor
+    to_json = lambda: saved_rollouts.episodes_to_json(run())
+    parts = rollout.exchange("episodes", to_json)
+    episodes = [x for part in parts for x in saved_rollouts.episodes_from_json(part)]
+    return self._rows(episodes, batch, mode, group)
+
+  def _share(
+    self, batch: PromptBatch, mine: range, mode: Mode, group: int, key: jax.Array
+  ) -> list[Episode]:
+    """Runs the episodes of some prompts of a batch."""
+    config = self._cluster.cluster_config.rollout(mode)
+    limit = config.max_prompt_length + self.config.max_tokens
+    sizes = {"episodes": len(mine) * group, "limit": limit, "first": mine.start * group}
+    if not mine:
+      return []
+    with self._cluster.turns(mode, key, **sizes) as policy:
+      episodes, waited_s = self._run(batch.take(mine), mode, group, policy)
+    self._waited_s += waited_s
+    return episodes
+
+  def run(self, batch: PromptBatch, mode: Mode, group: int, policy: Policy) -> Rollouts:
+    """Runs the episodes of a batch in this process; several threads may do so.
 
     Args:
       batch, mode, group: see `rollouts`.
-      policy: draws the actions; the numbers of episodes start at 0.
-      has_versions: if True, the rollouts have the versions that `policy` gave.
-
-    Returns: the rollouts, and the seconds in which only environments worked.
+      policy: draws the actions; the numbers of episodes start at 0. The rollouts have
+        the versions that it gives.
     """
+    episodes, _ = self._run(batch, mode, group, policy)
+    return self._rows(episodes, batch, mode, group, has_versions=True)
+
+  def _run(
+    self, batch: PromptBatch, mode: Mode, group: int, policy: Policy
+  ) -> tuple[list[Episode], float]:
+    """Returns the episodes, and the seconds in which only environments worked."""
     cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
     makers = []
     for row in batch.rows():
@@ -174,12 +197,22 @@ class Episodes:
       max_prompt_length=config.max_prompt_length,
       max_action_tokens=config.max_tokens_to_generate,
     )
-    episodes = runner.run(makers, group, policy)
-    bucketed = cluster.cluster_config.training_config.bucketed_lengths
-    widths = config.max_prompt_length, self.config.max_tokens
+    return runner.run(makers, group, policy), runner.waited_s
+
+  def _rows(
+    self,
+    episodes: list[Episode],
+    batch: PromptBatch,
+    mode: Mode,
+    group: int,
+    *,
+    has_versions: bool = False,
+  ) -> Rollouts:
+    config = self._cluster.cluster_config
+    bucketed = config.training_config.bucketed_lengths
+    widths = config.rollout(mode).max_prompt_length, self.config.max_tokens
     options = {"bucketed": bucketed, "has_versions": has_versions}
-    rows = rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)
-    return rows, runner.waited_s
+    return rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)
 
   def close(self) -> None:
     """Ends the processes of environments."""

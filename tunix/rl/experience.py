@@ -50,6 +50,12 @@ METRICS = (
     "if `algorithm.beta` is not 0 and the reward has the divergence (PPO, RLOO, ...)",
     "`rewards/reward_kl_penalty`",
   ),
+  Metric(
+    "perf/exchange_wait_sec",
+    "s",
+    "time in which process 0 had drawn its completions and waited for those of others",
+    condition="with `rollout.engine=per_process` and several processes",
+  ),
 )
 
 
@@ -163,7 +169,7 @@ class Experience:
     cluster, size = self._cluster, self._config.num_generations
     config = cluster.cluster_config.rollout(Mode.TRAIN)
     if (source := self._episodes) is not None:
-      return source.run(batch, Mode.TRAIN, size, policy, has_versions=True)[0]
+      return source.run(batch, Mode.TRAIN, size, policy)
     ids = cluster.ids_of(batch.inputs[0])
     out = one_turn.completions(cluster.tokenizer, ids, config, size, policy)
     return common.rollouts_of(
@@ -220,12 +226,14 @@ class Experience:
     phases: Phases,
   ) -> Rollouts:
     """Returns the completions of a batch, without rewards."""
+    cluster = self._cluster
     if (source := self._episodes) is not None:
       rollouts = source.rollouts(batch, mode, group, key)
       phases.add("env_wait", source.take_waited())
+      self._note_exchange(phases)
       return rollouts
-    cluster = self._cluster
     out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
+    self._note_exchange(phases)
     return common.rollouts_of(
       out,
       batch,
@@ -234,12 +242,18 @@ class Experience:
       bucketed=cluster.cluster_config.training_config.bucketed_lengths,
     )
 
+  def _note_exchange(self, phases: Phases) -> None:
+    rollout: Any = self._cluster.rollout
+    if rollout.is_per_process and jax.process_count() > 1:
+      phases.add("exchange_wait", rollout.take_waited())
+
   def _reward(self, rollouts: Rollouts) -> RewardOutput:
     """Calls the reward functions and the reward model; logs failures by name."""
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
       columns = rows.extra | episodes_lib.columns_of(rollouts.episodes)
-      if self._rewards.has_workers:  # environments stay in this process
+      # Environments stay in the process that made them.
+      if self._rewards.has_workers or jax.process_count() > 1:
         columns.pop(making.ENVIRONMENTS, None)
       rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
     if rollouts.episodes:

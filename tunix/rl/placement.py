@@ -20,6 +20,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.rl.reshard import reshard_pytree
 from tunix.rl.weight_sync import PolicyVersion
 from tunix.sft import stamp
+from tunix.sft.module_state import trained_kind
 from tunix.utils import tree
 
 Reshard = Callable[[Any, Any], Any]
@@ -214,17 +215,19 @@ def sent(
 ) -> dict[str, jax.Array]:
   """Returns the parameters of `source` that `target` does not share, for `put`.
 
-  They are the trained parameters: with LoRA, the adapters. On the devices of `source`
-  they are its own arrays. A trainer copies its arrays before an update if its module
-  holds them, so these stay alive as long as the result (see sft/module_state.py).
+  They are the trained parameters: with LoRA, the adapters, on any mesh. On the devices
+  of `source` they are its own arrays. A trainer copies its arrays before an update if
+  its module holds them, so these stay alive as long as the result (see
+  sft/module_state.py).
 
   Args:
     source: the trained model.
     target: a clone of it, on any mesh.
     reshard: see `copy_weights`.
   """
-  held = _arrays(_by_path(target))
-  arrays = _matched(_arrays(_by_path(source)), held)
+  kind = trained_kind(source)
+  held = _arrays(_by_path(target, kind))
+  arrays = _matched(_arrays(_by_path(source, kind)), held)
   # An array that is in its place already is not moved: `device_put` would commit it to
   # its device, and programs are compiled again for committed arrays.
   far = {path: x for path, x in arrays.items() if x.sharding != held[path].sharding}
@@ -248,11 +251,11 @@ def _merged(source: Any) -> Any:
   return lora.merge(source)
 
 
-def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
+def _by_path(model: nnx.Module, kind: Any = nnx.Param) -> dict[str, nnx.Variable]:
   return {
     ".".join(map(str, path)): node
     for path, node in nnx.iter_graph(model)
-    if isinstance(node, nnx.Param)
+    if isinstance(node, kind)
   }
 
 

@@ -11,6 +11,9 @@ shards that both sides can hold:
   and only one replica of each shard is sent.
 - If the source cannot form such shards, it sends smaller ones, and the target gathers
   them.
+
+An array that is spread over processes is copied to the devices of one process by
+local_arrays.py.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from tunix.rl import local_arrays
 from tunix.utils import env, mesh as mesh_lib, optional
 
 _log = logging.getLogger(__name__)
@@ -179,6 +183,8 @@ def _one(
   traced = isinstance(x, jax.core.Tracer)
   if not isinstance(x, jax.Array):
     return mesh_lib.put(x, target)
+  if not traced and local_arrays.is_spread(x, target):
+    return local_arrays.localized(x, target)
   if not traced:
     _check_source(x, source)
     source = x.sharding

@@ -167,7 +167,7 @@ class RLCluster:
 
   @contextlib.contextmanager
   def turns(
-    self, mode: Mode, key: jax.Array, *, episodes: int, limit: int
+    self, mode: Mode, key: jax.Array, *, episodes: int, limit: int, first: int = 0
   ) -> Iterator[Policy]:
     """Gives an object that draws the actions of episodes; see `rollout.turns`.
 
@@ -177,7 +177,7 @@ class RLCluster:
     if (model := self._sampling_model()) is not None:
       self._sync.identify(model)
     config = self.cluster_config.rollout(mode)
-    options = {"episodes": episodes, "limit": limit}
+    options = {"episodes": episodes, "limit": limit, "first": first}
     with turns.turns(self.rollout, config, key, **options) as policy:
       yield policy
 

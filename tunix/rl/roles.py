@@ -10,17 +10,19 @@ from jax.sharding import Mesh
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
-from tunix.rl import reshard
+from tunix.rl import local_arrays, reshard
 from tunix.rl.config import ClusterConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout
 from tunix.utils import mesh as mesh_lib
 
 ENGINES = {
   "vanilla": "tunix.rl.rollout.vanilla_rollout:VanillaRollout",
+  "per_process": "tunix.rl.rollout.per_process_rollout:PerProcessRollout",
   "padded": "tunix.rl.rollout.vanilla_rollout:PaddedRollout",
   "vllm": "tunix.rl.rollout.vllm_rollout:VllmRollout",
   "sglang_jax": "tunix.rl.rollout.sglang_jax_rollout:SglangJaxRollout",
 }
+PER_PROCESS = "per_process"
 
 
 def mesh_of(config: ClusterConfig, role: Role) -> Mesh | None:
@@ -30,8 +32,14 @@ def mesh_of(config: ClusterConfig, role: Role) -> Mesh | None:
 
 
 def meshes(config: ClusterConfig, actor: nnx.Module | str) -> dict[str, Any]:
-  """Maps each role to its mesh. Roles without a mesh are missing."""
+  """Maps each role to its mesh.
+
+  Roles without a mesh are missing, and so is an engine in each process, whose meshes
+  are no part of the others'.
+  """
   out: dict[str, Any] = {role.value: mesh_of(config, role) for role in Role}
+  if config.rollout_engine == PER_PROCESS:
+    del out[Role.ROLLOUT.value]
   if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
     out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
   return {role: mesh for role, mesh in out.items() if mesh is not None}
@@ -69,8 +77,14 @@ def make_rollout(
   # `mesh_of` of the arrays finds no mesh of one device, so that of the role is first.
   actor_mesh = mesh_of(config, Role.ACTOR) or mesh_lib.mesh_of(nnx.state(actor))
   actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
+  if engine.is_per_process:
+    rollout_mesh = (config.role_to_mesh or {}).get(Role.ROLLOUT)
+    if rollout_mesh is None:
+      rollout_mesh = local_arrays.default_mesh(actor_mesh)
+    local_arrays.check_mesh(actor_mesh, rollout_mesh)
+    model = reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
   # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
-  if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
+  elif rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
     model = reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
   elif config.training_config.staleness:
     # The engine samples with older weights while the actor changes. Arrays that are not

@@ -1,18 +1,15 @@
 """Rollouts as JSON: the batches of a checkpoint that are sampled and not trained on.
 
-Arrays are compressed (zlib) and written as base64, bit by bit. Other values of the user
-(columns of the data, messages) must be JSON.
+Arrays keep every bit (json_arrays.py). Other values of the user (columns of the data,
+messages) must be JSON. Processes exchange episodes in the same form.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
-import zlib
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
@@ -20,9 +17,9 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward_outcomes import Failed, TimedOut, Value
 from tunix.rl.rewards import RewardOutput
+from tunix.utils import json_arrays
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
-_ARRAY = "__array__"
 
 
 def to_json(rollouts: Rollouts) -> dict[str, Any]:
@@ -42,20 +39,12 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
   }
   out["batch"] = dataclasses.asdict(rollouts.batch)
   out["episodes"] = [_episode(episode) for episode in rollouts.episodes]
-  try:
-    encoded = _encoded(out)
-    json.dumps(encoded)
-  except TypeError as error:
-    raise TypeError(
-      f"rollouts cannot be saved as JSON ({error}): use strings, numbers, lists and "
-      "dicts in the columns of the data and in the messages of environments"
-    ) from error
-  return encoded
+  return _checked(out)
 
 
 def from_json(saved: dict[str, Any]) -> Rollouts:
   """Returns the rollouts of `to_json`."""
-  fields = _decoded(saved)
+  fields = json_arrays.decoded(saved)
   rewards = fields["rewards"]
   outcomes = {
     name: [_OUTCOMES[kind](value) for kind, value in rows]
@@ -65,6 +54,32 @@ def from_json(saved: dict[str, Any]) -> Rollouts:
   fields["batch"] = PromptBatch(**fields["batch"])
   fields["episodes"] = [_episode_of(episode) for episode in fields["episodes"]]
   return Rollouts(**fields)
+
+
+def episodes_to_json(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
+  """Returns episodes as JSON; environments are left out.
+
+  Raises:
+    TypeError: a message of an environment is not JSON.
+  """
+  return _checked([_episode(episode) for episode in episodes])
+
+
+def episodes_from_json(saved: list[dict[str, Any]]) -> list[Episode]:
+  """Returns the episodes of `episodes_to_json`."""
+  return [_episode_of(episode) for episode in json_arrays.decoded(saved)]
+
+
+def _checked(value: Any) -> Any:
+  try:
+    encoded = json_arrays.encoded(value)
+    json.dumps(encoded)
+  except TypeError as error:
+    raise TypeError(
+      f"rollouts cannot be saved as JSON ({error}): use strings, numbers, lists and "
+      "dicts in the columns of the data and in the messages of environments"
+    ) from error
+  return encoded
 
 
 def _episode(episode: Episode) -> dict[str, Any]:
@@ -88,27 +103,3 @@ def _episode_of(saved: dict[str, Any]) -> Episode:
     turns.append(Turn(**turn | {"action": Action(ids, **named)}))
   fields: dict[str, Any] = saved | {"turns": turns}
   return Episode(**fields)
-
-
-def _encoded(value: Any) -> Any:
-  if isinstance(value, np.ndarray):
-    data = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
-    text = base64.b64encode(data).decode()
-    return {_ARRAY: [value.dtype.str, list(value.shape), text]}
-  if isinstance(value, np.generic):
-    return value.item()
-  if isinstance(value, dict) or hasattr(value, "items"):
-    return {name: _encoded(x) for name, x in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_encoded(x) for x in value]
-  return value
-
-
-def _decoded(value: Any) -> Any:
-  if isinstance(value, dict):
-    if _ARRAY in value:
-      kind, shape, text = value[_ARRAY]
-      data = zlib.decompress(base64.b64decode(text))
-      return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()
-    return {name: _decoded(x) for name, x in value.items()}
-  return [_decoded(x) for x in value] if isinstance(value, list) else value

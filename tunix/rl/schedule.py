@@ -116,7 +116,7 @@ class _Job:
   Attributes:
     batch, mode, number: see `Sync.rollouts`.
     weights: a copy of the weights to sample with; None when they are not needed again.
-    mesh: the mesh of the learner's thread.
+    mesh: the mesh of the engine of this process, or else of the learner's thread.
     rollouts, measured, phases: the results.
     error: the reason why there are none.
   """
@@ -266,7 +266,8 @@ class Lagged(Sync):
       )
 
   def _submit(self, job: _Job) -> None:
-    job.mesh = mesh_lib.current_mesh()
+    mesh = self._cluster.rollout.mesh
+    job.mesh = mesh_lib.current_mesh() if mesh is None else mesh
     with self._news:
       self._queue.append(job)
       if self._thread is None:

@@ -81,8 +81,8 @@ def _check_processes(cluster: RLCluster) -> None:
   """Checks a cluster of several processes, which compute every role together.
 
   Raises:
-    ValueError: a role is not on the devices of all processes, or the engine is not
-      "vanilla".
+    ValueError: a role is not on the devices of all processes, or the engine is not one
+      of ours.
   """
   count = jax.process_count()
   models = {"actor": cluster.actor, "critic": cluster.critic}
@@ -102,7 +102,7 @@ def _check_processes(cluster: RLCluster) -> None:
   if cluster.cluster_config.rollout_engine not in vanilla_rollout.NAMES:
     raise ValueError(
       f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
-      'processes expected "vanilla" or "padded"'
+      'processes expected "per_process", "vanilla" or "padded"'
     )
 
 
@@ -114,10 +114,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
   """
   name = cluster.cluster_config.training_config.schedule
   if jax.process_count() > 1:
-    raise ValueError(
-      f"schedule is {name!r} and there are {jax.process_count()} processes: expected "
-      "one. Start one process with all devices, or set schedule to sync"
-    )
+    _check_processes_overlap(cluster, name)
   if config.collects_batches:
     raise ValueError(
       "dynamic_sampling is True, which samples until a batch is full, and schedule is "
@@ -136,11 +133,40 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
   samples = _devices(engine, cluster.reward)
   # Two threads that start programs over the same devices may start them in another
   # order on each device. Programs that exchange data then wait for each other.
-  if trains & samples and len(trains | samples) > 1:
+  # An engine on one device exchanges nothing with others while it samples.
+  is_alone = cluster.rollout.is_per_process and len(samples) == 1
+  if trains & samples and len(trains | samples) > 1 and not is_alone:
     raise ValueError(
       f"schedule is {name!r} and {len(trains & samples)} of {len(trains | samples)} "
-      "devices both train and sample: expected one device in all, or devices of their "
-      "own for the rollout and the reward model (role_to_mesh)"
+      "devices both train and sample: expected one device in all; or devices of their "
+      "own for the rollout and the reward model (role_to_mesh); or rollout_engine "
+      '"per_process" on one device of each process'
+    )
+
+
+def _check_processes_overlap(cluster: RLCluster, name: str) -> None:
+  """Checks that sampling and training can overlap in each of several processes.
+
+  Raises:
+    ValueError: the schedule, the engine, its devices or a role does not allow it.
+  """
+  given = f"schedule is {name!r} and there are {jax.process_count()} processes"
+  if name == "greedy":
+    raise ValueError(
+      f"{given}: the engines would take new weights before different launches, which "
+      "one journal does not describe. Set schedule to lagged with rollout_engine "
+      '"per_process", or start one process'
+    )
+  if not cluster.rollout.is_per_process:
+    raise ValueError(
+      f"{given}, whose samples and updates would be programs over all devices, started "
+      'in another order on each process: set rollout_engine to "per_process", or '
+      "schedule to sync"
+    )
+  if cluster.reward is not None:
+    raise ValueError(
+      f"{given}, and there is a reward model, which all processes run together: use "
+      "reward functions, or set schedule to sync"
     )
 
 

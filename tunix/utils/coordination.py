@@ -91,6 +91,39 @@ def deal(
   return [done[i % count][i // count] for i in range(len(parts))]
 
 
+def share(count: int) -> range:
+  """Returns this process's share of `count` numbers: one of nearly equal blocks."""
+  me, processes = jax.process_index(), jax.process_count()
+  return range(me * count // processes, (me + 1) * count // processes)
+
+
+def exchange(what: str, work: Callable[[], Any], timeout_s: float) -> list[Any]:
+  """Runs work of this process's own and returns the results of all processes.
+
+  A failure on one process is an error on all of them, so that none waits for it.
+
+  Args:
+    what: subject of the exchange, as in `gather`.
+    work: function that returns the JSON value of this process.
+    timeout_s: seconds that a process waits for the others after it has finished.
+
+  Raises:
+    AbsentError: another process failed, or did not take part in time.
+  """
+  if jax.process_count() == 1:
+    return [work()]
+  try:
+    mine = {"value": work()}
+  except Exception as error:  # reported to the others, and raised again
+    gather(what, {"failure": f"{type(error).__name__}: {error}"}, timeout_s)
+    raise
+  results = gather(what, mine, timeout_s)
+  for number, result in enumerate(results):
+    if "failure" in result:
+      raise AbsentError(described_failure(number, result["failure"]))
+  return [result["value"] for result in results]
+
+
 def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
   """Compares a dict of JSON values with those of all other processes.
 

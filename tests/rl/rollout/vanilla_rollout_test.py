@@ -2,10 +2,12 @@
 
 import jax
 import numpy as np
+import pytest
 
 from tests import toys
 from tests.rl import clusters
 from tests.sft import trainers
+from tunix.rl.config import Role
 from tunix.sft.peft_trainer import CheckpointOptions
 
 SIZES = {"num_heads": 8, "num_kv_heads": 8, "embed_dim": 64, "hidden_dim": 64}
@@ -37,3 +39,17 @@ def test_a_run_on_a_mesh_goes_on_with_its_sampler(tmp_path, mesh_fsdp8):
       np.testing.assert_array_equal(again[name], weight)
     assert run(tmp_path / "new", 1)[0] == "engine"
     assert run(tmp_path / "rows", 1, gather=True)[0] == "padded"
+
+
+def test_an_engine_of_the_process_draws_the_same_tokens(mesh_fsdp8):
+  drawn = []
+  for engine in ("vanilla", "per_process"):
+    cluster = clusters.cluster(rollout_engine=engine)
+    out = cluster.generate(["5 6", "7"], num_generations=2, seed=3)
+    drawn.append([row.tolist() for row in out.tokens])
+  assert drawn[0] == drawn[1]
+  with pytest.raises(ValueError, match=r"begun with the sampler 'engine', and PerPro"):
+    cluster.rollout.use_sampler("engine")
+  with pytest.raises(ValueError, match="does not suit the engine"):
+    meshes = {Role.ROLLOUT: mesh_fsdp8}
+    clusters.cluster(rollout_engine="per_process", role_to_mesh=meshes)

@@ -27,6 +27,7 @@ from tunix.rl.config import (
 )
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
+from tunix.rl.roles import PER_PROCESS
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
@@ -40,9 +41,16 @@ def build_learner(run: Loaded) -> RLLearner:
   """Builds the learner of a run and restores its checkpoint.
 
   Raises:
-    FileNotFoundError, ImportError, ValueError: models or rewards that do not fit.
+    FileNotFoundError, ImportError, ValueError: models or rewards that do not fit; or a
+      plan of an engine in each process.
   """
   config: RLRun = run.config
+  if run.of_shapes and config.rollout.engine == PER_PROCESS:
+    raise ValueError(
+      f"rollout.engine is {PER_PROCESS}, whose copies of the weights `tunix plan` does "
+      "not plan: add --rollout.engine=vanilla to plan the rest, and add two copies of "
+      "the policy for each process"
+    )
   algorithm, roles = config.algorithm, config.rl
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:

@@ -44,6 +44,8 @@ class RolloutSettings(RolloutConfig):
     seed: seed of the sampling; null: the key seed.
     engine: engine that samples. vanilla is the library's own engine, or its padded
       sampler for models that do not suit the engine; padded is always that sampler.
+      per_process is the library's own engine in each process, on the devices of the
+      process, which draws its share of each batch.
     engine_options: options of vllm or sglang_jax, passed to them as they are.
   """
 
@@ -52,7 +54,7 @@ class RolloutSettings(RolloutConfig):
   eval_temperature: float | None = None
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
   stop_strings: tuple[str, ...] = ()
-  engine: Literal["vanilla", "padded", "vllm", "sglang_jax"] = "vanilla"
+  engine: Literal["vanilla", "per_process", "padded", "vllm", "sglang_jax"] = "vanilla"
 
   def __post_init__(self):
     super().__post_init__()
@@ -172,7 +174,7 @@ class RLRun(RunSettings):
         f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "
         "with no reference. Set algorithm.beta, or leave rl.reference out"
       )
-    if self.rl.rollout_mesh and self.rollout.engine not in vanilla_rollout.NAMES:
+    if self.rl.rollout_mesh and self.rollout.engine not in ("vanilla", "padded"):
       raise ValueError(
         f"rl.rollout_mesh is {self.rl.rollout_mesh} and rollout.engine "
         f"{self.rollout.engine!r}, which has devices of its own. Leave rl.rollout_mesh "

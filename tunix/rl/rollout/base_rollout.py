@@ -6,9 +6,10 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.generate import batching, layout
 from tunix.generate.engine.engine import Engine
@@ -156,10 +157,15 @@ class BaseRollout(abc.ABC):
     version: version of the engine's weights; None before the first `update_params`.
     sampler: name of the sampler that draws, for an engine that has several whose tokens
       may differ; it is part of a checkpoint. None: there is one.
+    is_per_process: True if each process samples its share of a batch, from weights on
+      its own devices; the class is then made with such a model.
+    mesh: the mesh that is current while such an engine samples; else None.
   """
 
   version: Any = None
   sampler: str | None = None
+  is_per_process: ClassVar[bool] = False
+  mesh: Mesh | None = None
 
   def use_sampler(self, name: str) -> None:
     """Draws with another sampler from now on: that of a run that is resumed.

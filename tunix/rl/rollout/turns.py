@@ -13,6 +13,7 @@ import numpy as np
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
+from tunix.rl import local_arrays
 from tunix.rl.env.policy import Draw, Drawn, Policy
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
@@ -25,6 +26,7 @@ def turns(
   *,
   episodes: int,
   limit: int,
+  first: int = 0,
 ) -> Iterator[Policy]:
   """Gives an object that draws the actions of a batch of episodes.
 
@@ -34,13 +36,18 @@ def turns(
     key: key of the batch.
     episodes: number of the episodes.
     limit: most tokens of a prompt and its action together.
+    first: number of the first episode in its batch. `Draw.episode` counts from it.
   """
+  if rollout.is_per_process:
+    key = local_arrays.key_here(key)
   with rollout.session(episodes, limit) as engine:
     if engine is None:
+      assert not first  # a share of a batch is drawn by an engine of this process
       yield BatchTurns(rollout, config, key, limit)
     else:
       try:
-        yield EngineTurns(engine, config, key, getattr(rollout.version, "step", None))
+        version = getattr(rollout.version, "step", None)
+        yield EngineTurns(engine, config, key, version, first)
       finally:
         if engine.is_alive:
           engine.cancel_all()  # after an error: nobody waits for what is left
@@ -80,6 +87,7 @@ class EngineTurns:
     config: choice of the tokens.
     key: key of the batch. An action depends on it, on its episode and on its turn.
     version: number of the weights; None: that of the engine.
+    first: see `turns`.
   """
 
   def __init__(
@@ -88,10 +96,11 @@ class EngineTurns:
     config: RolloutConfig,
     key: jax.Array,
     version: int | None = None,
+    first: int = 0,
   ):
     self._engine, self._config, self._key = engine, config, key
     self.vocab_size: int | None = engine.vocab_size
-    self._version = version
+    self._version, self._start = version, first
     self._open: dict[Ticket, list[list[Delta]]] = {}
     self._first: dict[Ticket, int] = {}
 
@@ -114,7 +123,7 @@ class EngineTurns:
         top_p=c.top_p,
         min_p=c.min_p,
         seed=keyed(self._key, first.turn),
-        first_row=first.episode,
+        first_row=self._start + first.episode,
         stop_ids=tuple(dict.fromkeys((*ends, *first.stop_ids))),
         stop_strings=(*(c.stop_strings or ()), *first.stops),
         logprobs=True,

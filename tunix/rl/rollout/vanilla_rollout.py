@@ -16,7 +16,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
 # Engines of this library, which sample on the devices of a mesh.
-NAMES = ("vanilla", "padded")
+NAMES = ("vanilla", "per_process", "padded")
 _log = logging.getLogger(__name__)
 
 
