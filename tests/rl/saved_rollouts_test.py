@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from tunix.rl import saved_rollouts
+from tunix.rl import common, saved_rollouts
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
@@ -59,6 +59,18 @@ def test_rollouts_return_from_json_as_they_were():
   assert again.prompt.tolist() == [2, 3] and again.reward == 0.5
   assert after.episodes[1].failure == "no"
   assert after.episodes[0].messages == before.episodes[0].messages
+
+
+def test_rollouts_without_recorded_routes_join_those_with_them():
+  # A group whose environments all failed has drawn nothing.
+  failed = rollouts(answer=["x"])
+  routes = np.arange(1, 13, dtype=np.uint8).reshape(2, 1, 3, 2)
+  some = {"prompt_routes": routes, "completion_routes": routes}
+  both = common.joined([failed, dataclasses.replace(failed, **some)])
+  assert both.prompt_routes.shape == (4, 1, 3, 2) and both.prompt_ids.shape == (4, 2)
+  assert not both.completion_routes[:2].any()
+  np.testing.assert_array_equal(both.completion_routes[2:], routes)
+  assert both.completion_routes.dtype == np.uint8
 
 
 def test_a_column_that_is_not_json_is_named():

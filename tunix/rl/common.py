@@ -25,13 +25,13 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
+from tunix.rl import route_arrays
 from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-ROUTES = ("prompt_routes", "completion_routes")
 _PROMPT_ARRAYS = ("prompt_ids", "prompt_mask", "prompt_routes")
 
 
@@ -234,7 +234,13 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-_ROW_ARRAYS = (*TOKEN_ARRAYS, *ROUTES, "rollout_logps", "turn_rewards", "versions")
+_ROW_ARRAYS = (
+  *TOKEN_ARRAYS,
+  *route_arrays.NAMES,
+  "rollout_logps",
+  "turn_rewards",
+  "versions",
+)
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation", "seconds")
 
@@ -247,10 +253,9 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
   """Concatenates batches of rollouts, padded to the longest of them."""
   most = max(part.episode_rows for part in parts)
   parts = [part.with_episode_rows(most) for part in parts]
-  arrays = {
-    name: _stacked([part._row_arrays()[name] for part in parts], name)
-    for name in parts[0]._row_arrays()
-  }
+  each = [part._row_arrays() for part in parts]
+  names = dict.fromkeys(name for arrays in each for name in arrays)
+  arrays = {name: _stacked([x.get(name) for x in each], parts, name) for name in names}
   first, others = parts[0], parts[1:]
   return dataclasses.replace(
     first,
@@ -264,7 +269,13 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
   )
 
 
-def _stacked(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
+def _stacked(
+  arrays: Sequence[np.ndarray | None], parts: Sequence[Rollouts], name: str
+) -> np.ndarray:
+  like = next(x for x in arrays if x is not None)
+  # No routes are recorded of a part whose environments all failed.
+  none = lambda part: np.zeros((len(part.prompt_ids), 0, *like.shape[2:]), like.dtype)
+  arrays = [none(part) if x is None else x for x, part in zip(arrays, parts)]
   width = max(x.shape[1] for x in arrays)
   # Prompts are padded on the left, so that every prompt ends where completions start.
   sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
@@ -335,34 +346,8 @@ def rollouts_of(
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
     versions=stamps,
     group_size=group_size,
-    **routes_of(out.routes, out.prompt_tokens, width, space),
+    **route_arrays.padded(out.routes, out.prompt_tokens, width, space),
   )
-
-
-def routes_of(
-  routes: Sequence[np.ndarray | None] | None,
-  prompts: Sequence[np.ndarray],
-  width: int,
-  space: int,
-) -> dict[str, np.ndarray]:
-  """Returns the arrays `ROUTES` of rows; none if nothing was recorded.
-
-  Args:
-    routes: experts of the tokens of each row, [T + n, M, k]; None for a row without.
-    prompts: ids of each row's prompt.
-    width, space: tokens of a padded prompt, and of a padded completion.
-  """
-  recorded = [x for x in routes or () if x is not None]
-  if not recorded:
-    return {}
-  form, kind = recorded[0].shape[1:], recorded[0].dtype
-  out = [np.zeros((len(prompts), size, *form), kind) for size in (width, space)]
-  for row, (x, prompt) in enumerate(zip(routes or (), prompts)):
-    if x is not None:
-      before, after = x[: len(prompt)], x[len(prompt) :]
-      out[0][row, width - len(before) :] = before
-      out[1][row, : len(after)] = after
-  return dict(zip(ROUTES, out))
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:

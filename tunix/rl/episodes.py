@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
-from tunix.rl import common, saved_rollouts
+from tunix.rl import route_arrays, saved_rollouts
 from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
@@ -279,7 +279,7 @@ def rollouts_of(
     episodes=list(episodes),
     episode_rows=each,
     turn_rewards=padded("rewards", np.float32),
-    **common.routes_of([row.routes for row in placed], prompts, width, space),
+    **route_arrays.padded([row.routes for row in placed], prompts, width, space),
   )
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tunix.ops import kl
-from tunix.rl import common, episodes as episodes_lib, metrics, setup
+from tunix.rl import common, episodes as episodes_lib, metrics, route_arrays, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env import making
@@ -317,7 +317,7 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
-      **{name: getattr(rollouts, name) for name in common.ROUTES},
+      **{name: getattr(rollouts, name) for name in route_arrays.NAMES},
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,
@@ -325,7 +325,8 @@ class Experience:
 
   def _check_routes(self, rollouts: Rollouts) -> None:
     config = self._cluster.cluster_config.rollout(Mode.TRAIN)
-    if config.replay_routes and rollouts.completion_routes is None:
+    has_tokens = rollouts.completion_mask.any()
+    if config.replay_routes and has_tokens and rollouts.completion_routes is None:
       raise ValueError(
         f"replay_routes is True and {type(self._cluster.rollout).__name__} gave no "
         "routes with its completions: use the vanilla engine, or set replay_routes to "

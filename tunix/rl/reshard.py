@@ -177,7 +177,7 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
 
 def _one(
   x: Any, source: Sharding | None, target: Sharding, move: Move, donate: bool
-) -> jax.Array:
+) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):  # a plan moves nothing
     return x.update(sharding=target)
   traced = isinstance(x, jax.core.Tracer)

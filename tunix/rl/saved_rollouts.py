@@ -62,7 +62,7 @@ def episodes_to_json(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
   Raises:
     TypeError: a message of an environment is not JSON.
   """
-  return _checked([_episode(episode) for episode in episodes])
+  return _checked([_episode(episode, keeps_routes=True) for episode in episodes])
 
 
 def episodes_from_json(saved: list[dict[str, Any]]) -> list[Episode]:
@@ -82,15 +82,16 @@ def _checked(value: Any) -> Any:
   return encoded
 
 
-def _episode(episode: Episode) -> dict[str, Any]:
+def _episode(episode: Episode, *, keeps_routes: bool = False) -> dict[str, Any]:
   out = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
   del out["environment"]
-  return out | {"turns": [_turn(turn) for turn in episode.turns]}
+  return out | {"turns": [_turn(turn, keeps_routes) for turn in episode.turns]}
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _turn(turn: Turn, keeps_routes: bool) -> dict[str, Any]:
   out = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
-  del out["routes"]
+  if not keeps_routes:  # the padded arrays of the rollouts have them
+    del out["routes"]
   # `logs` may hold any object; samples show its text, too.
   out["logs"] = json.loads(json.dumps(dict(turn.logs), default=str))
   return out | {"action": [list(turn.action), dict(vars(turn.action))]}
