@@ -111,7 +111,7 @@ class RolloutOutput:
     version: version of the weights that sampled, from `update_params`.
     versions: B int32 arrays, the optimizer updates of the weights that drew each token,
       for an engine that changes its weights while it samples; or None.
-    routes: B arrays [T + n, M, k], the experts of the tokens of each row's prompt and
+    routes: B arrays [T + n, M, k] or None, the experts of the tokens of each prompt and
       completion, see `SamplerOutput.routes`; or None.
   """
 
@@ -122,7 +122,7 @@ class RolloutOutput:
   finish_reasons: list[str]
   version: Any = None
   versions: list[np.ndarray] | None = None
-  routes: list[np.ndarray] | None = None
+  routes: list[np.ndarray | None] | None = None
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
