@@ -64,11 +64,15 @@ class Server:
 
 
 class Tenant(threading.Thread):
-  """One client of the SDK; it can be killed, and goes on from its last checkpoint."""
+  """One client of the SDK; it can be killed, and goes on from its last checkpoint.
+
+  It ends after `steps`, or at its first checkpoint after `ends` is set.
+  """
 
   def __init__(self, number: int, steps: int, url: str, kill_rate: float):
     super().__init__(daemon=True)
     self.number, self._steps, self._url = number, steps, url
+    self.ends = threading.Event()
     self._random = random.Random(number)
     self._kill_rate = kill_rate
     self.path, self.step, self.error = None, 0, None
@@ -103,6 +107,8 @@ class Tenant(threading.Thread):
       if step % SAVE_EVERY == 0 or step == self._steps:
         saved = trainer.save_state(f"{life}-{step}").result()
         self.path, self.step = saved.path, step
+        if self.ends.is_set():
+          return
       elif self._random.random() < self._kill_rate:
         trainer = None  # the process is gone: only its last checkpoint is known
 
@@ -149,14 +155,30 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
       is_over = server.kills >= kills if until is None else time.monotonic() > until
       if is_over:
         break
+      before = [x.step for x in threads]
       server.kill()
+      # On a slow machine no checkpoint fits between two kills. Every second kill waits
+      # for one, and the other kills hit a server that starts or compiles.
+      if server.kills % 2:
+        wait_for_a_checkpoint(threads, before, until)
     for thread in threads:
-      thread.join(300)
+      if until is not None:
+        thread.ends.set()
+    for thread in threads:
+      thread.join(600)
       assert not thread.is_alive() and thread.error is None, thread.error
   for thread in threads:
     found = arrays_at(folder / "served", thread.path)
-    assert found == alone(thread.number, steps, folder / f"alone{thread.number}")
+    assert thread.step == steps or until is not None
+    assert found == alone(thread.number, thread.step, folder / f"alone{thread.number}")
   return server.kills
+
+
+def wait_for_a_checkpoint(threads, before, until):
+  while any(x.is_alive() for x in threads) and before == [x.step for x in threads]:
+    if until is not None and time.monotonic() > until:
+      return
+    time.sleep(0.2)
 
 
 def test_a_killed_server_applies_each_step_once(tmp_path):
@@ -171,9 +193,9 @@ def test_eight_tenants_and_random_kills(tmp_path):
   kills = drill(
     tmp_path,
     tenants=8,
-    steps=int(2 * seconds),
+    steps=int(20 * seconds),  # more than fit: the time ends the tenants
     seconds=seconds,
     pause=(3.0, 15.0),
     kill_rate=0.02,
   )
-  assert kills >= seconds / 40
+  assert kills >= 3
