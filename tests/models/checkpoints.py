@@ -44,6 +44,21 @@ def tensors(folder):
   return {k: v for file in files for k, v in st.load_file(file).items()}
 
 
+def fuse_experts(values):
+  """The tensors with those of all experts of a layer as one, as the hub's files are."""
+  holders = {key.split(".experts.")[0] for key in values if ".experts." in key}
+  out = {key: value for key, value in values.items() if ".experts." not in key}
+  for holder in holders:
+    gate, up, down = (
+      [values[f"{holder}.experts.{e}.{part}_proj.weight"] for e in range(4)]
+      for part in ("gate", "up", "down")
+    )
+    both = [np.concatenate(pair) for pair in zip(gate, up)]
+    out[f"{holder}.experts.gate_up_proj"] = np.stack(both)
+    out[f"{holder}.experts.down_proj"] = np.stack(down)
+  return out
+
+
 def rewrite(folder, values):
   """Replaces the weights by one file, written by the safetensors package."""
   for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:

@@ -7,8 +7,15 @@ from flax import nnx
 from tunix.cli import config as config_lib
 from tunix.models import families, lora
 
-# Maps to one number for each head or layer input, which get no adapter by default.
-SMALL = (".in_proj_a", ".in_proj_b", ".input_gate.gate", ".input_gate.projection")
+# Maps to one number for each head or token, or to a layer's input, which get no adapter
+# by default.
+SMALL = (
+  ".shared_gate",
+  ".in_proj_a",
+  ".in_proj_b",
+  ".input_gate.gate",
+  ".input_gate.projection",
+)
 PRESETS = {
   name: family for family in families.FAMILIES.values() for name in family.presets
 }

@@ -13,28 +13,13 @@ from tunix.models.qwen3_5_moe.model import ModelConfig
 from tunix.utils import tree
 
 
-def fuse_experts(values):
-  """The tensors with those of all experts of a layer as one, as the hub's files are."""
-  holders = {key.split(".experts.")[0] for key in values if ".experts." in key}
-  out = {key: value for key, value in values.items() if ".experts." not in key}
-  for holder in holders:
-    gate, up, down = (
-      [values[f"{holder}.experts.{e}.{part}_proj.weight"] for e in range(4)]
-      for part in ("gate", "up", "down")
-    )
-    both = [np.concatenate(pair) for pair in zip(gate, up)]
-    out[f"{holder}.experts.gate_up_proj"] = np.stack(both)
-    out[f"{holder}.experts.down_proj"] = np.stack(down)
-  return out
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_model_of_a_folder_with_a_tower_and_mtp(name, tmp_path):
   folder = checkpoints.copy(name, tmp_path / "vision")
   want = tree.flatten(nnx.state(AutoModel.from_pretrained(folder)))
   values = {
     key.replace("model.", "model.language_model.", 1): value
-    for key, value in fuse_experts(checkpoints.tensors(folder)).items()
+    for key, value in checkpoints.fuse_experts(checkpoints.tensors(folder)).items()
   }
   more = ("mtp.layers.0.mlp.up_proj.weight", "model.visual.patch_embed.proj.weight")
   checkpoints.rewrite(folder, values | dict.fromkeys(more, np.ones((2, 2), np.float32)))
@@ -74,7 +59,7 @@ def test_slices_of_separate_experts():
   folder = checkpoints.GOLDEN / "qwen3_5_moe"
   names = families.FAMILIES["qwen3_5_moe"].names
   joined = fused_experts.join(tensor_files.open_folder(folder), names)
-  for key, want in fuse_experts(checkpoints.tensors(folder)).items():
+  for key, want in checkpoints.fuse_experts(checkpoints.tensors(folder)).items():
     view = joined[key].map()
     for rows in (slice(0, 3), slice(6, 11), slice(8, 16)) if "experts" in key else ():
       at = (slice(1, 3), rows, slice(2, 7))
