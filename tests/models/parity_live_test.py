@@ -103,6 +103,8 @@ OTHER_TARGETS = {
   "nemotron_h": ("q_proj", "in_proj", "up_proj"),  # PEFT refuses out_proj
   "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
   "glm4_moe_lite": ("o_proj", "kv_b_proj"),
+  "deepseek_v3": ("o_proj", "kv_b_proj"),
+  "granite4": ("q_proj", "o_proj", "down_proj"),
 }
 
 
