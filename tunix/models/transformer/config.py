@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.models.transformer import config_checks
+from tunix.models.transformer.config_checks import (
+  ATTENTION as ATTENTION,
+  LAYER_INPUT as LAYER_INPUT,
+  REMAT_POLICIES as REMAT_POLICIES,
+  Activation as Activation,
+  LayerType as LayerType,
+  TypeFields as TypeFields,
+)
 from tunix.models.transformer.mixer_config import (
   DeltaNetConfig as DeltaNetConfig,
   Mamba2Config as Mamba2Config,
@@ -24,34 +32,11 @@ from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
 from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
 from tunix.utils import checks, mesh as mesh_lib
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
-LayerType = Literal["full", "sliding", "nope", "linear", "none"]
-TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
-
-# Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
-ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
-
 # On a CPU stacks with fewer layers are unrolled by default: scanning 8 layers costs
 # about 7 % of a train step. Deeper stacks, and all stacks on other platforms, are
 # scanned: the TPU compiler took 317 s for 8 unrolled layers of an 8B model, and 52 s
 # for 32 scanned.
 UNROLL_BELOW_LAYERS = 24
-
-# Checkpoint name of a layer's input, the only array that the policy "offload" keeps.
-LAYER_INPUT = "layer_input"
-
-# The arrays that the backward pass keeps of a layer, by value of `remat`. "none" keeps
-# all and has no policy.
-REMAT_POLICIES = {
-  "block": None,
-  "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[LAYER_INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-  ),
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 _ROPE = RopeConfig()
 _SHARDING = ShardingRules()
@@ -247,21 +232,7 @@ class TransformerConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} must be even for rotary embedding")
-    choices = {
-      "remat": ("none", *REMAT_POLICIES),
-      "norms": ("pre", "post", "both"),
-      "activation": typing.get_args(Activation),
-      "parts": ("both", "mixer", "mlp"),
-      "qk_norm": (None, "head", "all"),
-      "attention": ATTENTION,
-    }
-    for name, allowed in choices.items():
-      if getattr(self, name) not in allowed:
-        raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
-    self._check_layer_types()
-    self._check_shared_kv()
-    self._check_products()
-    self._check_mla()
+    config_checks.check(self)
 
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack that holds the parameter `path`.
@@ -272,81 +243,6 @@ class TransformerConfig:
     """
     name = path.split(".")[1] if path.startswith("layers.") else ""
     return self.stacks.get(name, range(self.num_layers))
-
-  def _check_layer_types(self):
-    if self.moe is not None and (late := max(self.moe.dense_layers, default=0)) >= (
-      self.num_layers
-    ):
-      raise ValueError(
-        f"dense_layers of moe names layer {late}, num_layers is {self.num_layers}"
-      )
-    if self.layer_types is None:
-      if self.type_fields:
-        raise ValueError(
-          f"type_fields is {self.type_fields} and layer_types is None; expected the "
-          "type of each layer in layer_types"
-        )
-      return
-    if len(self.layer_types) != self.num_layers:
-      raise ValueError(
-        f"layer_types names {len(self.layer_types)} layers, num_layers is "
-        f"{self.num_layers}"
-      )
-    if unknown := set(self.layer_types) - set(typing.get_args(LayerType)):
-      known = ", ".join(map(repr, sorted(typing.get_args(LayerType))))
-      raise ValueError(f"layer_types has {sorted(unknown)}, known: {known}")
-    if unused := {name for name, _ in self.type_fields} - set(self.layer_types):
-      raise ValueError(
-        f"type_fields has {sorted(unused)}, and layer_types has no such layer; "
-        f"expected some of {sorted(set(self.layer_types))}"
-      )
-    own = {name: dict(fields) for name, fields in self.type_fields}
-    if "linear" in self.layer_types and own.get("linear", {}).get("mixer") is None:
-      raise ValueError(
-        "layer_types has linear layers and type_fields no mixer for them; expected "
-        "fields_by_type(linear={'mixer': ...})"
-      )
-    if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
-      raise ValueError(
-        f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
-        "expected the number of keys that a query attends to, at least 1"
-      )
-
-  def _check_shared_kv(self):
-    types = [name for name, _ in self.kind_names]
-    first = self.num_layers - self.shared_kv_layers
-    if unserved := set(types) - set(types[: max(first, 0)]):
-      raise ValueError(
-        f"shared_kv_layers is {self.shared_kv_layers} of {self.num_layers} layers; "
-        f"expected an earlier layer of type {sorted(unserved)}, whose keys they read"
-      )
-
-  def _check_products(self):
-    if self.scale_embeddings and self.embedding_multiplier is not None:
-      raise ValueError(
-        f"embedding_multiplier is {self.embedding_multiplier} and scale_embeddings is "
-        "True; expected one of the two. Set scale_embeddings=False"
-      )
-    ropes = [rope for rope in (self.rope, self.local_rope) if rope is not None]
-    for rope in ropes:
-      dims = rope.rotated(self.head_dim)
-      if dims % 2 or not dims or dims != ropes[0].rotated(self.head_dim):
-        raise ValueError(
-          f"rope partial {rope.partial} of head_dim {self.head_dim} rotates {dims} "
-          "dimensions; expected an even number, the same for all layers. Change partial"
-        )
-
-  def _check_mla(self):
-    if self.mla is None:
-      return
-    want = {"head_dim": self.mla.head_dim, "num_kv_heads": self.num_heads}
-    want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
-    want["attention_gate"] = False
-    for name, value in want.items():
-      if getattr(self, name) != value:
-        raise ValueError(
-          f"{name} is {getattr(self, name)!r} with mla; expected {value!r}"
-        )
 
   @property
   def max_cached(self) -> int | None:

@@ -1,21 +1,15 @@
 """The decoder that all families share.
 
-The weights of all layers are stacked ([L, ...]), in one stack for each structure (see
-structures.py). The layers run in `lax.scan` or unrolled, and always unrolled with a
-cache. `unstack` returns the same model with one
-module per layer, so that a decode loop takes the slices once, outside the loop.
+The weights of all layers are stacked, see decoder_layers.py. `unstack` returns the same
+model with one module per layer, so that a decode loop takes the slices once, outside
+the loop.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,15 +22,11 @@ from tunix.models.transformer import (
   rope,
   routing,
   sharding,
-  structures,
 )
 from tunix.models.transformer.cache import KVCache
-from tunix.models.transformer.config import (
-  LAYER_INPUT,
-  REMAT_POLICIES,
-  TransformerConfig,
-)
+from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
+from tunix.models.transformer.decoder_layers import DecoderLayers
 from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
@@ -47,7 +37,7 @@ from tunix.ops.vocab_softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
-class Transformer(nnx.Module):
+class Transformer(DecoderLayers):
   """Decoder-only language model.
 
   Attributes:
@@ -147,9 +137,9 @@ class Transformer(nnx.Module):
     routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
     if cache is not None:
-      x, cache = self._run_cached(x, angles, visible, cache, routes, vectors)
+      x, cache = self.run_cached(x, angles, visible, cache, routes, vectors)
     else:
-      x = self._run(x, angles, visible, routes, vectors)
+      x = self.run(x, angles, visible, routes, vectors)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
@@ -165,163 +155,6 @@ class Transformer(nnx.Module):
       rules = self.config.sharding
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
-
-  def _run(self, x, angles, visible, routes, vectors) -> jax.Array:
-    """Runs all layers without a cache, and finishes the routes.
-
-    Args:
-      x: the residual stream.
-      angles, visible: see `DecoderLayer`.
-      routes: the routes of the call, or None.
-      vectors: [L, B, T, P], see layer_inputs.py, or None.
-    """
-    kinds = self.config.layer_kinds
-    sources = kv_sharing.empty_sources(self.config, x)
-    qwix_adds = qwix_seam.is_initialising(self)
-    if qwix_adds and self.is_stacked:
-      return self._initialise_qwix(x, angles, visible, vectors, sources)
-
-    offloads = self.config.remat == "offload"
-    if offloads:
-      _check_offload()
-
-    def one(layer, kind, vector, stream):
-      x, carried, sources = stream
-      own = None if routes is None else routes.layer(carried)
-      name = self.config.kind_name(kind)
-      source = kv_sharing.source_of(sources, name)
-      x, written = layer(
-        x, angles, visible, None, kind, own, vector=vector, source=source
-      )
-      sources = kv_sharing.after(sources, name, written)
-      return x, own and own.carried(), sources
-
-    def call(graph, kind, state, stream):
-      stream = checkpoint_name(stream, LAYER_INPUT) if offloads else stream
-      state, vector = state
-      return one(nnx.merge(graph, state), kind, vector, stream)
-
-    # A scanned layer's kind is traced if one stack has several kinds; the graph, and
-    # other layers' kinds, are static.
-    is_scanned = self.is_stacked and self.config.scanned
-    traced = is_scanned and isinstance(self.layers, DecoderLayer)
-    if self.config.remat != "none":
-      policy = REMAT_POLICIES[self.config.remat]
-      static = (0,) if traced else (0, 1)
-      call = jax.checkpoint(call, policy=policy, static_argnums=static)
-    stream = x, routes and routes.start, sources
-    if is_scanned:
-      with jax.named_scope("layers"):
-        stream = self._scan(call, stream, vectors)
-    else:
-      calls_module = qwix_adds or self.config.remat == "none"
-      for i, layer in enumerate(self._layer_list()):
-        vector = None if vectors is None else vectors[i]
-        with jax.named_scope(f"layer_{i}"):
-          if calls_module:  # qwix adds its parameters to this module, not to a copy
-            stream = one(layer, kinds[i], vector, stream)
-          else:
-            graph, state = nnx.split(layer)
-            stream = call(graph, kinds[i], (state, vector), stream)
-    x, carried, _ = stream
-    if routes is not None:
-      routes.finish(carried)
-    return x
-
-  def _initialise_qwix(self, x, angles, visible, vectors, sources):
-    """Runs all stacked layers, of which only the shapes matter."""
-    c = self.config
-    for name, stack in self._stacks().items():
-      numbers = c.stacks[name]
-      kind = c.layer_kinds[numbers[0]]
-      source = kv_sharing.source_of(sources, c.kind_name(kind))
-      vector = None if vectors is None else vectors[numbers[0]]
-      first = lambda layer, x, kind=kind, source=source, vector=vector: layer(
-        x, angles, visible, kind=kind, vector=vector, source=source
-      )[0]
-      x = qwix_seam.run_apart(stack, len(numbers), first, x)
-    return x
-
-  def _scan(self, call, stream, vectors):
-    """Runs stacked layers in `lax.scan`.
-
-    Args:
-      call: runs one layer, (graph, kind, (state, vector), stream) -> stream.
-      stream: the input of the first layer.
-      vectors: [L, B, T, P] or None.
-    """
-    names, kinds = self.config.structures, self.config.layer_kinds
-    split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
-    if isinstance(self.layers, DecoderLayer):
-      ((graph, state),) = split.values()
-      kinds = jnp.asarray(kinds, jnp.int32) if any(kinds) else None
-      stream, _ = jax.lax.scan(
-        lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
-        stream,
-        (kinds, (state, vectors)),
-      )
-      return stream
-    one = lambda name, kind, state, x: call(split[name][0], kind, state, x)
-    stacks = self.config.stacks
-    of = lambda name: None if vectors is None else vectors[jnp.asarray(stacks[name])]
-    states = {name: (state, of(name)) for name, (_, state) in split.items()}
-    return structures.scan(one, stream, states, names, kinds)
-
-  @property
-  def is_stacked(self) -> bool:
-    """True if layers of one structure are one module; False after `unstack`."""
-    return isinstance(self.layers, DecoderLayer | nnx.Dict)
-
-  def _stacks(self) -> Mapping[str, DecoderLayer]:
-    """Returns the stacks by structure; the model must be stacked."""
-    layers: Any = self.layers
-    # Not `layers.items()`: qwix adds attributes of its own to the dictionary.
-    stacks = self.config.stacks
-    return {name: layers[name] if name else layers for name in stacks}
-
-  def layer_modules(self) -> list[DecoderLayer]:
-    """Returns the module that each layer belongs to: its own one, or its stack."""
-    if not self.is_stacked:
-      return list(cast(Any, self.layers))
-    stacks = self._stacks()
-    return [stacks[name] for name in self.config.structures]
-
-  def _run_cached(self, x, angles, visible, cache, routes, vectors):
-    """Runs all layers unrolled; each one writes its buffers of the cache."""
-    carried = None if routes is None else routes.start
-    written, visible = [], dataclasses.replace(visible, slots=cache.size)
-    sources: dict[str, Any] = {}
-    for i, layer in enumerate(self._layer_list()):
-      with jax.named_scope(f"layer_{i}"):
-        kind, name = self.config.layer_kinds[i], self.config.kind_names[i]
-        own = None if routes is None else routes.layer(carried)
-        x, one = layer(
-          x,
-          angles,
-          visible,
-          cache.layer(i),
-          kind,
-          own,
-          vector=None if vectors is None else vectors[i],
-          source=kv_sharing.source_of(sources, name),
-        )
-        if not name[1]:
-          sources[name[0]] = one
-        carried = None if own is None else own.carried()
-        written.append(one)
-    if routes is not None:
-      routes.finish(carried)
-    return x, cache.replaced(written, x.shape[1])
-
-  def _layer_list(self) -> list[DecoderLayer]:
-    """Returns one module per layer, with slices of the stack."""
-    if not self.is_stacked:
-      return self.layer_modules()
-    names = self.config.structures
-    split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
-    states = {name: state for name, (_, state) in split.items()}
-    each = zip(names, structures.in_order(states, names))
-    return [nnx.merge(split[name][0], state) for name, state in each]
 
   def unstack(self) -> Transformer:
     """Returns the same model with a list of layer modules, which runs unrolled.
@@ -414,23 +247,6 @@ class Transformer(nnx.Module):
       cache_size=cache_size,
       dtype=dtype or c.dtype,
       states=states if any(makers) else (),
-    )
-
-
-def _check_offload() -> None:
-  """Refuses a backend that cannot keep arrays in pinned host memory.
-
-  A platform that this process does not run on (a topology of a plan) is not checked:
-  its compiler raises an error itself.
-  """
-  platform = mesh_lib.context_platform()
-  if platform != jax.default_backend():
-    return
-  kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
-  if "pinned_host" not in kinds:
-    raise ValueError(
-      f"remat is 'offload', which needs pinned host memory, and the {platform} devices "
-      f"have only {', '.join(sorted(kinds))}: use remat 'block'"
     )
 
 
