@@ -150,6 +150,20 @@ def test_rollouts_on_devices_of_their_own():
   assert sync.step_seconds == sum(sides) + 0.5
 
 
+def test_weights_that_wait_for_rollouts_are_counted():
+  """Those of each batch ahead, which the learner no longer has."""
+  beside = {}
+  for schedule in ("sync", "lagged", "greedy"):
+    words = [*GRPO, "--lora.rank=2", f"--rl.schedule={schedule}", "--rl.lag=3"]
+    words = words[:-1] if schedule == "sync" else words
+    made = plan_main.plan(config_lib.load(words), "cpu:1", {"tp": 1})
+    beside[schedule] = {p.name: p.beside_bytes for p in made.programs}
+  for name, without in beside["sync"].items():
+    adapters, rest = divmod(beside["lagged"][name] - without, 4)
+    assert adapters > 0 and not rest, name
+    assert beside["greedy"][name] - without == 2 * adapters, name
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [

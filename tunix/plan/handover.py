@@ -1,7 +1,7 @@
-"""A job whose rollouts have devices of their own: the weights that go there.
+"""The weights that rollouts receive after each batch, and those that wait for their turn.
 
-After each batch, the devices that sample get the weights that are trained: the adapters
-with LoRA, else all.
+They are the weights that are trained: the adapters with LoRA, else all. They travel if
+the rollouts have devices of their own.
 """
 
 from __future__ import annotations
@@ -58,12 +58,7 @@ def of_cluster(cluster: RLCluster, mesh: Mesh, chip: Chip | None, lag: int) -> H
     chip: rates of a device; None: not known.
     lag: see `Handover`.
   """
-  actor, sampled = cluster.actor_trainer.model, cluster.rollout.model()
-  assert sampled is not None
-  only = placement.sync_needs(actor, sampled) == "adapters"
-  kind = nnx.LoRAParam if only else nnx.Param
-  whole = jax.tree.leaves(nnx.state(actor, kind))
-  of_device = sum(map(residents.shard_bytes, jax.tree.leaves(nnx.state(sampled, kind))))
+  whole, of_device = _trained(cluster)
   trained = sum(x.size * x.dtype.itemsize for x in whole)
   senders = max(len(x.sharding.device_set) for x in whole)
   rate = None if chip is None else chip.link_rate
@@ -77,3 +72,27 @@ def of_cluster(cluster: RLCluster, mesh: Mesh, chip: Chip | None, lag: int) -> H
     seconds=None if rate is None else moved / rate,
     lag=lag,
   )
+
+
+def waiting_bytes(cluster: RLCluster, mesh: Mesh | None, copies: int) -> int:
+  """Returns bytes of the weights that wait on each device that samples.
+
+  Args:
+    cluster: a cluster of shapes.
+    mesh: the devices that only sample; None: those that train sample too.
+    copies: sets of weights in memory besides the learner's.
+  """
+  # Devices that only sample have one set as arguments of their programs.
+  more = copies if mesh is None else copies - 1
+  return more * _trained(cluster)[1] if more > 0 else 0
+
+
+def _trained(cluster: RLCluster) -> tuple[list[jax.ShapeDtypeStruct], int]:
+  """Returns the trained weights, and their bytes on a device that samples."""
+  actor, sampled = cluster.actor_trainer.model, cluster.rollout.model()
+  assert sampled is not None
+  only = placement.sync_needs(actor, sampled) == "adapters"
+  kind = nnx.LoRAParam if only else nnx.Param
+  leaves = jax.tree.leaves(nnx.state(sampled, kind))
+  whole = jax.tree.leaves(nnx.state(actor, kind))
+  return whole, sum(map(residents.shard_bytes, leaves))

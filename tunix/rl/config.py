@@ -113,6 +113,13 @@ class ScheduleSettings:
     """The number of batches by which the weights that sample are older; 0: none."""
     return 0 if self.schedule == "sync" else self.lag or 1
 
+  @property
+  def weight_copies(self) -> int:
+    """The most sets of trained weights that wait for rollouts, besides the learner's."""
+    if self.schedule == "greedy":  # the engine's, and the ones that it takes next
+      return 2
+    return self.staleness and self.staleness + 1  # those of each batch ahead
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLTrainingConfig(ScheduleSettings, PromptSizes, TrainingConfig):

@@ -173,7 +173,7 @@ def _estimate(
   sampling: Mesh | None,
 ) -> RunEstimate:
   """Compiles the programs of a step and collects the figures of the run."""
-  planned = _planned(config, records, mesh, where.chip, sampling)
+  planned = _planned(config, trainer, records, mesh, where.chip, sampling)
   job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
   sizes, of_roles = loading.ModelLoader(config).sizes(), _trainers(trainer)
@@ -271,6 +271,7 @@ def _trainers(trainer: Any) -> dict[str, Any]:
 
 def _planned(
   config: RunSettings,
+  trainer: Any,
   records: dict[str, ProgramRecord],
   mesh: Mesh,
   chip: Chip | None,
@@ -286,6 +287,10 @@ def _planned(
   beside = {
     k: v for x in sides.values() for k, v in residents.beside(x, elsewhere).items()
   }
+  if isinstance(config, RLRun) and (copies := config.rl.weight_copies):
+    waiting = handover.waiting_bytes(trainer.rl_cluster, sampling, copies)
+    for name in sides[sampling is not None]:
+      beside[name] += waiting
   passes: dict[str, int] = {}
   moved: dict[str, float] = {}
   if LOOP in records:
