@@ -52,6 +52,7 @@ VALUES = {
   "algorithm.kl_method": "k2",
   "algorithm.num_generations": 6,
   "algorithm.epsilon": 0.25,
+  "rl.rollout_mesh": {"tp": 3},
   "algorithm.epsilon_low": 0.125,
   "algorithm.epsilon_high": 0.625,
   "algorithm.epsilon_c": 9.0,

@@ -21,6 +21,7 @@ OPTIONS = {
   "max_prompt_length": (20, {}),
   "echo": (True, {}),
   "return_logits": (True, {}),
+  "return_routes": (True, {}),
   "eos_tokens": ([3], {}),
   "forbidden_tokens": ([1], {}),
   "temperature": (0.5, {}),

@@ -83,7 +83,12 @@ NOT_OF_A_CALL = {
   "slots",
   *("max_prompt_length", "kv_cache_size", "gather_weights", "engine_options"),
 }
+CALLED = {
+  "max_tokens_to_generate": "max_generation_steps",
+  "replay_routes": "return_routes",
+}
 SETTINGS = {
+  "replay_routes": True,
   "max_tokens_to_generate": 7,
   "temperature": 0.5,
   "top_p": 0.5,
@@ -103,8 +108,8 @@ def test_every_setting_reaches_the_sampler():
     for config in ({}, {name: value}):
       EngineRollout(engine).generate(["1"], RolloutConfig(**config))
     before, after = engine.asked
-    called = "max_generation_steps" if name == "max_tokens_to_generate" else name
-    assert [k for k in before if before[k] != after[k]] == [called]
+    called = CALLED.get(name, name)
+    assert [k for k in after if before.get(k) != after[k]] == [called]
 
 
 def test_a_prompt_that_is_too_long_is_refused():

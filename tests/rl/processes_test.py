@@ -78,8 +78,11 @@ def test_engines_of_processes_draw_what_one_engine_draws(job, what, tmp_path):
     for folder in (one, many)
   ]
   assert failed[0] == failed[1] and bool(failed[0]) == ("env" in job)
+  waited = "perf/exchange_wait_sec"
+  assert not any(waited in line for line in metrics(one, "timings"))
+  assert any(waited in line for line in metrics(many, "timings"))
 
 
-def metrics(folder):
-  lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+def metrics(folder, name="metrics"):
+  lines = (folder / "whole" / f"{name}.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]

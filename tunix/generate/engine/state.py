@@ -109,7 +109,7 @@ class Blocks:
 
 
 class PromptOut(NamedTuple):
-  """What is recorded of the tokens of prompts.
+  """Records of the tokens of prompts.
 
   Attributes:
     logps: log-probs of the targets, [R, N * Q].
@@ -124,7 +124,7 @@ class PromptOut(NamedTuple):
 
 
 class Ran(NamedTuple):
-  """What the slots draw from.
+  """Results of the model that the slots draw from.
 
   Attributes:
     logits: float32 [B, V].

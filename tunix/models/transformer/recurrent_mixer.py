@@ -1,4 +1,4 @@
-"""What the recurrent mixers share: projections, a short convolution, states per head.
+"""Parts of all recurrent mixers: projections, a short convolution, states of heads.
 
 A mixer projects its input into channels, gates and rates. A short convolution mixes the
 channels of neighbouring tokens, a recurrence runs them head by head, and the gated and
