@@ -45,8 +45,8 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.utils.metric import Metric
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Metrics that no job of this test writes. A CPU does not report the first two. The tests
-# of the others are rl/replay_routes_test.py and rl/processes_test.py.
+# Metrics that no job of this test writes. A CPU does not report the first two. The
+# others are in rl/replay_routes_test.py and rl/processes_test.py.
 ELSEWHERE = {"mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"}
 
 

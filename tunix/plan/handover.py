@@ -1,4 +1,4 @@
-"""The weights that rollouts receive after each batch, and those that wait for their turn.
+"""The weights that rollouts receive after each batch, and those that wait there.
 
 They are the weights that are trained: the adapters with LoRA, else all. They travel if
 the rollouts have devices of their own.

@@ -115,7 +115,7 @@ class ScheduleSettings:
 
   @property
   def weight_copies(self) -> int:
-    """The most sets of trained weights that wait for rollouts, besides the learner's."""
+    """The most sets of trained weights besides the learner's, for rollouts."""
     if self.schedule == "greedy":  # the engine's, and the ones that it takes next
       return 2
     return self.staleness and self.staleness + 1  # those of each batch ahead
