@@ -78,7 +78,9 @@ def plan(file: pathlib.Path) -> dict[str, Any]:
   command += ["--topology", topology(file), "--json"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
   if not done.stdout.startswith("{"):
-    raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    raise RuntimeError(
+      f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}"
+    )
   estimate = json.loads(done.stdout)
   names = ("memory_bytes", "peak_bytes", "fits", "step_seconds", "tokens_per_second")
   return {

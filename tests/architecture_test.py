@@ -265,6 +265,6 @@ def test_every_lazy_name_resolves():
 
 
 def test_long_tests_are_there():
-  for name in long_tests.listed():
+  for name in long_tests.listed(long_tests.LONG) | long_tests.listed(long_tests.SLOW):
     file, function = re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)(?:\[.*)?", name).groups()
     assert f"def {function}(" in (ROOT / file).read_text(), name

@@ -91,19 +91,26 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Marks the tests that `make check` leaves to CI."""
-  names = long_tests.listed()
+  """Marks the tests that `make check` leaves to CI, and those that CI leaves out."""
   found = {item.nodeid for item in items}
-  for item in items:
-    if item.nodeid in names:
-      item.add_marker("long")
+  for file, mark in ((long_tests.LONG, "long"), (long_tests.SLOW, "slow")):
+    names = long_tests.listed(file)
+    for item in items:
+      if item.nodeid in names:
+        item.add_marker(mark)
+    _check_listed(config, file, names, found)
+
+
+def _check_listed(
+  config: pytest.Config, file: pathlib.Path, names: set[str], found: set[str]
+) -> None:
   if any("::" in arg for arg in config.args) or config.getoption("lf", False):
     return  # single tests were asked for: not whole files
   files = {name.partition("::")[0] for name in found}
   gone = {name for name in names - found if name.partition("::")[0] in files}
   if gone:
     raise pytest.UsageError(
-      f"{long_tests.FILE} lists tests that are gone or renamed: {sorted(gone)};"
+      f"{file} lists tests that are gone or renamed: {sorted(gone)};"
       " rename them there or take them out"
     )
 

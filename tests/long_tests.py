@@ -1,38 +1,39 @@
-"""Which tests `make check` leaves to CI: those that take long on two cores.
+"""Which tests `make check` leaves to CI, and which ones CI leaves to `make slow`.
 
-  python -m pytest -q -n 2 --dist loadfile -m "not slow and not engine" \
-    --durations=0 > log
-  python -m tests.long_tests log
+`long_tests.txt` lists tests that cost at least SECONDS of processor time:
+
+  CPU_SECONDS=seconds python -m pytest -q -n 2 -m "not slow and not engine" \
+    -p tests.cpu_seconds
+  python -m tests.long_tests seconds
+
+`slow_tests.txt` is written by hand: costly tests whose kind CI tests by a cheaper one.
 """
 
-import collections
 import pathlib
-import re
 import sys
 
-SECONDS = 2.0
-FILE = pathlib.Path(__file__).with_name("long_tests.txt")
-_LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(.+)")
+SECONDS = 1.0
+LONG = pathlib.Path(__file__).with_name("long_tests.txt")
+SLOW = pathlib.Path(__file__).with_name("slow_tests.txt")
 
 
-def listed() -> set[str]:
-  """Ids of the long tests."""
-  return set(FILE.read_text().splitlines())
+def listed(file: pathlib.Path) -> set[str]:
+  """Ids of the tests in one of the two files."""
+  return set(file.read_text().splitlines())
 
 
-def long_ones(log: str) -> list[str]:
-  """Ids of the tests that take at least SECONDS, by pytest's report of durations."""
-  spent = collections.defaultdict(float)
-  for line in log.splitlines():
-    if found := _LINE.fullmatch(line.strip()):
-      spent[found[2]] += float(found[1])
-  return sorted(name for name, seconds in spent.items() if seconds >= SECONDS)
+def long_ones(seconds: str) -> list[str]:
+  """Ids of the tests that cost at least SECONDS, by the lines of `cpu_seconds`."""
+  lines = [line.split(" ", 1) for line in seconds.splitlines()]
+  return sorted({name for spent, name in lines if float(spent) >= SECONDS})
 
 
 def main() -> None:
-  names = long_ones(pathlib.Path(sys.argv[1]).read_text())
-  FILE.write_text("".join(f"{name}\n" for name in names))
-  print(f"{len(names)} tests of {SECONDS} s or more: {FILE}")
+  slow = listed(SLOW)
+  found = long_ones(pathlib.Path(sys.argv[1]).read_text())
+  names = [name for name in found if name not in slow]
+  LONG.write_text("".join(f"{name}\n" for name in names))
+  print(f"{len(names)} tests of {SECONDS} s or more: {LONG}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests import drills
     ("logit-lora", 1),
     ("cache", 2),
     ("projection-lora", 1),
-    pytest.param("gkd", 1, marks=pytest.mark.ci),
+    ("gkd", 1),
     ("policy-gradient-lora", 1),
   ],
 )

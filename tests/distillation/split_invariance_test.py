@@ -18,14 +18,13 @@ STRATEGIES = {
   "pooling": lambda: FeaturePoolingStrategy(feature_layer=DecoderLayer),
   "projection": lambda: AttentionProjectionStrategy(attention_layer=Attention),
 }
-LATER = [pytest.mark.slow, pytest.mark.ci]
 
 
 @pytest.mark.parametrize(
   ("name", "lora_rank"),
   [
     ("logit", 0),
-    pytest.param("logit", 2, marks=LATER),
+    pytest.param("logit", 2, marks=pytest.mark.slow),
     pytest.param("top-k", 0, marks=pytest.mark.slow),
     pytest.param("pooling", 0, marks=pytest.mark.slow),
     pytest.param("projection", 2, marks=pytest.mark.slow),

@@ -12,7 +12,6 @@ PROGRAM = pathlib.Path(__file__).with_name("trainer_programs.py")
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_two_processes(tmp_path):
   processes.finish(*processes.together(PROGRAM, 2, 4, tmp_path))
   t = resume_test.make(tmp_path / "one", toys.model(), max_steps=4)

@@ -11,7 +11,7 @@ from tests import drills
 @pytest.mark.parametrize(
   ("job", "kills"),
   [
-    pytest.param("dpo-lora", 1, marks=pytest.mark.ci),
+    ("dpo-lora", 1),
     ("dpo", 2),
     ("aot-lora", 1),
     ("kto-lora", 2),
