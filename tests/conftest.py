@@ -14,6 +14,7 @@ import pathlib
 import platform
 import signal
 import sys
+import time
 
 import pytest
 
@@ -73,15 +74,22 @@ def _programs() -> pathlib.Path:
 
 
 # A compiled program is some ten mappings of memory. Linux allows a process 65,530, and
-# XLA aborts the process that asks for one more: the whole suite in two processes does.
+# XLA aborts the process that asks for one more: the whole suite in two processes does,
+# and so does one file that calls models of all families operation by operation.
 _MOST_MAPPINGS = 20_000
+_LOOK_S = 10.0  # between two looks within a file: reading 20,000 lines takes some ms
+_looked = 0.0
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-  """Between files, lets go of the programs of those before where they are many."""
+  """Lets go of the programs of the tests before where they are many."""
+  global _looked
   jax, maps = sys.modules.get("jax"), pathlib.Path("/proc/self/maps")
-  if jax is None or nextitem is None or nextitem.path == item.path:
+  if jax is None or nextitem is None:
     return
+  if nextitem.path == item.path and time.monotonic() - _looked < _LOOK_S:
+    return
+  _looked = time.monotonic()
   if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
     jax.clear_caches()
     gc.collect()
