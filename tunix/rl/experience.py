@@ -397,4 +397,5 @@ def _check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
       {"digest": digest},
       "every process must be given the same prompts, in the same order: read the same "
       "file with the same seed, and do not shard it",
+      topic="prompts of batches",
     )
