@@ -100,6 +100,8 @@ class Greedy(Sync):
     seed = cluster.cluster_config.rollout(Mode.TRAIN).seed
     if (journal := self._journal or self._replayed) is not None:
       journal.check({"lag": lag, "generations": generations, "seed": seed})
+    if self._journal is not None:
+      self._journal.decisions.clear()  # only a replay needs them
     self._jobs: list[Job] = []  # not yet trained on, in the order of training
     self._kept: list[Job] = []  # the same after the last `commit`
     self._loop: EngineLoop | None = None
