@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.rl import schedule_test
+from tests.rl import clusters, schedule_test
 from tests.rl.env import toy_envs
 from tests.rl.schedule_test import Watched, assert_same, data, trained, weights
 from tunix.generate.engine.engine import Engine
@@ -14,6 +14,7 @@ from tunix.rl.deciders import ReplayError
 from tunix.rl.env.env import StepResult
 from tunix.rl.experience import Experience
 from tunix.rl.journal import FOLDER, JournalError
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.sft.metrics_logger import Mode
 
 STEPS = 4
@@ -138,6 +139,32 @@ def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
   assert [r[0] for r in decisions(tmp_path / "early")].count("start") == 2
   assert_ended_once(tmp_path / "early", STEPS)
   assert_same(weights(replayed(tmp_path / "early", env=toy_envs.Echo)), weights(early))
+
+
+def test_a_run_that_is_resumed_in_a_smaller_batch_has_engines_of_one_size(
+  tmp_path, monkeypatch
+):
+  made, sizes = VanillaRollout.separate_engine, []
+
+  def noted(self, rows, max_tokens):
+    sizes.append(rows)
+    return made(self, rows, max_tokens)
+
+  monkeypatch.setattr(VanillaRollout, "separate_engine", noted)
+  batches = [*data(1), *clusters.prompts(1, 1)]
+  for _ in range(2):
+    run = learner(tmp_path)
+    run.train(batches)
+    run.close()
+    assert run.train_steps == 2
+    shutil.rmtree(tmp_path / "2")  # as if it was killed in the last batch
+    kept = [r for r in decisions(tmp_path) if r[0] != "end" or r[2] == 0]
+    (tmp_path / FOLDER / journal.DECISIONS).unlink()
+    written = journal.Journal(tmp_path / FOLDER)
+    for record in kept:
+      written.add(*record)
+    written.close()
+  assert sizes == [8, 8]
 
 
 def cut_after_batch(folder, number):

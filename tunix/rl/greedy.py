@@ -131,7 +131,7 @@ class Greedy(Sync):
     # A run that is resumed first makes the updates whose batches are complete. The
     # engine then begins with weights that are at least as new as its last ones.
     if self._loop is None and self._jobs[0].missing:
-      self._start(len(self._jobs[0].batch.prompts))
+      self._start(self._prompts_of_first_batch())
     if self._loop is not None:
       with self._loop.changed:
         self._start_groups()
@@ -232,6 +232,18 @@ class Greedy(Sync):
             f"{job.number}: use the data of that run, or another folder"
           )
         job.groups[prompt] = rollouts
+
+  def _prompts_of_first_batch(self) -> int:
+    """Returns the size that all engines of a run have, also those after a kill.
+
+    A replay has one size for all of them, and the size changes the last bits of
+    log-probabilities. The last batch of the data may be smaller.
+    """
+    ended = {} if self._journal is None else self._journal.ended
+    sizes = [prompt + 1 for batch, prompt in ended if batch == 0]
+    job = self._jobs[0]
+    own = len(job.batch.prompts)
+    return max(sizes, default=own) if job.number else own
 
   def _start(self, prompts: int) -> None:
     """Starts the engine's thread with the present weights."""
