@@ -10,7 +10,8 @@ from tests.rl.env import toy_envs
 from tests.rl.schedule_test import Watched, assert_same, data, trained, weights
 from tunix.generate.engine.engine import Engine
 from tunix.rl import jobs, journal
-from tunix.rl.deciders import ReplayError
+from tunix.rl.deciders import Replayed, ReplayError
+from tunix.rl.engine_loop import Inbox
 from tunix.rl.env.env import StepResult
 from tunix.rl.experience import Experience
 from tunix.rl.journal import FOLDER, JournalError
@@ -112,6 +113,17 @@ def test_a_replay_names_the_environment_that_answers_otherwise(whole):
     with pytest.raises(ReplayError, match=message):
       replayed(folder, env=env)
     assert not threads()
+
+
+def test_a_replay_that_waits_for_the_learner_blames_nobody(whole):
+  _, folder = whole
+  decider = Replayed(journal.Journal(folder / FOLDER, reads=True), timeout_s=0.0)
+  for _ in range(2):  # an update or an evaluation that takes long
+    assert decider.take(Inbox(), 0, None) == ([], False)
+    decider.check(is_needed=False)
+  decider.take(Inbox(), 0, None)
+  with pytest.raises(ReplayError, match="goes on with weights 0"):
+    decider.check(is_needed=True)
 
 
 def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(

@@ -42,6 +42,7 @@ from tunix.utils import mesh as mesh_lib
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks of the learner at the engine's thread
+_LAUNCH_S = 3600.0  # for a launch in a replay, which may compile
 _CLOSE_S = 60.0  # in which threads may still end when the learner is closed
 
 
@@ -93,6 +94,8 @@ class Greedy(Sync):
     if replay is not None:
       self._replayed = Journal(pathlib.Path(replay), reads=True)
       self._decider: Decider = Replayed(self._replayed, timeout_s)
+      # It names what does not come. The learner's limit is for a launch without end.
+      self._timeout_s += _LAUNCH_S
     else:
       if folder is not None:
         self._journal = Journal(pathlib.Path(folder) / FOLDER)
@@ -290,20 +293,27 @@ class Greedy(Sync):
     if self._loop is None:
       assert not job.missing
       return
-    changed, began = self._loop.changed, time.monotonic()
-    with changed:
-      while missing := job.missing:
-        if self._loop.failure is not None:
-          raise self._loop.failure
-        still = time.monotonic() - max(began, self._loop.moved)
-        if still > self._timeout_s:
-          raise TimeoutError(
-            f"prompt {missing[0]} of batch {job.number} of the rollouts is not "
-            f"finished, and nothing was drawn for {self._timeout_s:g} s "
-            "(rollout_timeout_s): an environment or a reward function hangs. Give "
-            "reward functions workers and a timeout_s, or raise rollout_timeout_s"
-          )
-        changed.wait(min(_LOOK_S, self._timeout_s))
+    with self._loop.changed:
+      self._loop.is_needed = True
+      try:
+        self._wait_for_groups(self._loop, job)
+      finally:
+        self._loop.is_needed = False
+
+  def _wait_for_groups(self, loop: EngineLoop, job: Job) -> None:
+    began = time.monotonic()
+    while missing := job.missing:
+      if loop.failure is not None:
+        raise loop.failure
+      still = time.monotonic() - max(began, loop.moved)
+      if still > self._timeout_s:
+        raise TimeoutError(
+          f"prompt {missing[0]} of batch {job.number} of the rollouts is not "
+          f"finished, and nothing was drawn for {self._timeout_s:g} s "
+          "(rollout_timeout_s): an environment or a reward function hangs. Give "
+          "reward functions workers and a timeout_s, or raise rollout_timeout_s"
+        )
+      loop.changed.wait(min(_LOOK_S, self._timeout_s))
 
   # With `changed` held, in the learner's thread or in that of the engine.
 
