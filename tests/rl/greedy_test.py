@@ -216,6 +216,16 @@ def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypa
   assert not threads()
 
 
+def test_an_evaluation_waits_for_the_rewards_of_a_group_and_not_for_ever():
+  made = learner(rollout_timeout_s=0.1)
+  with (
+    made._experience._one_at_a_time,  # as a group's thread holds it
+    pytest.raises(TimeoutError, match=r"0.1 s .* a reward function hangs"),
+  ):
+    made.evaluate(data(1))
+  made.close()
+
+
 @pytest.mark.parametrize("party", ["environment", "engine", "learner"])
 def test_a_party_that_stops_ends_the_run_with_its_name(party, monkeypatch):
   released = threading.Event()
