@@ -260,9 +260,10 @@ def test_a_party_that_stops_ends_the_run_with_its_name(party, monkeypatch):
   [
     ({"rollout_engine": "padded"}, "padded sampler"),
     ({"rollout_engine": "vllm"}, "schedule is 'greedy'"),
+    ({"rollout_micro_batch_size": 1}, "rollout_micro_batch_size is 1 and schedule"),
   ],
 )
-def test_engines_that_it_cannot_use_are_refused(options, message):
+def test_settings_that_it_cannot_use_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     learner(**options)
 
