@@ -196,6 +196,19 @@ def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):
     schedule_test.learner(1, tmp_path / "run", env=toy_envs.Echo)
 
 
+def test_the_journal_of_another_model_is_refused_without_a_checkpoint(whole, tmp_path):
+  made, folder = whole
+  shutil.copytree(folder / FOLDER, tmp_path / FOLDER)  # killed before the first save
+  other = learner(tmp_path, env=toy_envs.Echo, actor=clusters.model(seed=1))
+  with pytest.raises(JournalError, match="began with other weights"):
+    other.train(data(STEPS))
+  other.close()
+  same = learner(tmp_path, env=toy_envs.Echo)
+  same.train(data(STEPS), data(1))
+  same.close()
+  assert_same(weights(same), weights(made))
+
+
 def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypatch):
   sampled, calls = Experience.group, []
 

@@ -16,7 +16,7 @@ def written(folder):
   """The bytes of a journal with two decisions and an ended group."""
   made = Journal(folder)
   made.check({"lag": 1})
-  made.add("start", 0)
+  made.add("start", 0, "a")
   made.end(3, (0, 1), "digest", made.store({"tokens": [1, 2]}))
   made.close()
   return path_of(folder).read_bytes()
@@ -36,10 +36,10 @@ def test_a_record_that_is_cut_off_anywhere_is_dropped_and_written_again(tmp_path
     kept = sum(end <= length for end in ends[1:])
     assert len(torn.decisions) == kept
     assert (0, 1) not in torn.ended
-    torn.add("start", 5)
+    torn.add("start", 5, "a")
     torn.close()
     again = Journal(tmp_path)
-    assert again.decisions[kept:] == [["start", 5]]
+    assert again.decisions[kept:] == [["start", 5, "a"]]
     again.close()
 
 
@@ -123,6 +123,6 @@ def test_the_journal_of_another_run_is_not_changed(tmp_path):
   data = written(tmp_path)
   path_of(tmp_path).write_bytes(data[:-1])
   other = Journal(tmp_path, reads=True)
-  assert other.decisions == [["run", {"lag": 1}], ["start", 0]]
+  assert other.decisions == [["run", {"lag": 1}], ["start", 0, "a"]]
   other.close()
   assert path_of(tmp_path).read_bytes() == data[:-1]

@@ -50,7 +50,7 @@ class Live:
       inbox.offered.clear()
       if version is None:
         decisions.append(Start(newest))
-        self._add("start", newest.version.step)
+        self._add("start", newest.version.step, newest.version.stamp)
       elif newest.version.step != version:
         decisions.append(Switch(newest))
         self._add("switch", launches, newest.version.step)
@@ -190,7 +190,7 @@ class Replayed:
       return
     record = self._records[self._at]
     if record[0] in ("start", "switch"):
-      missing = f"weights {record[-1]}"
+      missing = f"weights {record[1 if record[0] == 'start' else 2]}"
     elif record[0] == "end":
       missing = f"the rewards of {named((record[2], record[3]))}"
     else:

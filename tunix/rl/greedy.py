@@ -114,9 +114,21 @@ class Greedy(Sync):
 
   def begin(self) -> None:
     self._stop()
+    self._check_first_weights()
     self._jobs = list(self._kept)
     for job in self._jobs:  # an end may have been written while the threads ended
       self._read_ended(job)
+
+  def _check_first_weights(self) -> None:
+    """Refuses the journal of another model; a checkpoint has a stamp of its own."""
+    known = None if self._journal is None else self._journal.first_stamp
+    stamp = self._cluster.version.stamp
+    if known not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
+      raise JournalError(
+        f"{self._journal and self._journal.folder} belongs to a run that began with "
+        f"other weights (stamp {known}, and these have {stamp}): use the model of that "
+        "run, or another folder"
+      )
 
   def has_more(self, source: PromptSource) -> bool:
     return bool(self._jobs) or source.has_more()

@@ -9,7 +9,7 @@ cuts off.
 Records of decisions, in the order in which the thread of the engine took them:
 
     ["run", settings]                    first; settings that the next process must have
-    ["start", version]                   a new engine with these weights; what the one
+    ["start", version, stamp]            a new engine with these weights; what the one
                                          before it had not ended begins again
     ["switch", launch, version]          new weights, before this launch of the engine
     ["draw", launch, batch, group, [[episode, turn], ...], digest]
@@ -189,6 +189,7 @@ class Journal:
   Attributes:
     decisions: the decisions of earlier processes.
     ended: digest and offset of the groups that have ended.
+    first_stamp: content stamp of the run's first weights; None: not known yet.
   """
 
   def __init__(self, folder: pathlib.Path, *, reads: bool = False):
@@ -202,6 +203,8 @@ class Journal:
     self._storing = threading.Lock()
     self.decisions: list[Any] = [record for _, record in records]
     self.ended: dict[Group, tuple[str, int]] = {}
+    starts = [x for x in self.decisions if x[0] == "start"]
+    self.first_stamp: str | None = starts[0][2] if starts else None
     for record in self.decisions:
       if record[0] == "end":
         _, _, batch, group, digest, offset = record
