@@ -128,6 +128,8 @@ def test_a_greedy_run_is_replayed(keys, tmp_path, capsys):
   out = keys["output_dir"]
   assert train(keys, training__max_steps=2) == 0
   assert train(keys) == 0
+  with (out / "logs" / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 5, "mo')  # as a kill leaves it
   assert runs.tunix("replay", str(out)) == 0
   assert "is equal: step 4, weights" in capsys.readouterr().out
   lines = (out / "logs" / "metrics.jsonl").read_text()

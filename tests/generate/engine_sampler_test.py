@@ -85,6 +85,16 @@ def test_frozen_weights_keep_the_cache(model):
   assert sampler._engine.stats().prefilled_tokens == 49 + 51 - 48
 
 
+def test_the_size_of_an_engine_does_not_depend_on_earlier_calls(model):
+  """It changes last bits, and a run that is resumed does not repeat earlier calls."""
+  for frozen, slots in ((False, 8), (True, 32)):
+    sampler = EngineSampler(model, TOKENIZER, frozen=frozen)
+    for rows in (32, 5):
+      with sampler.session(rows, 64) as engine:
+        pass
+    assert engine.config.slots == slots
+
+
 def test_slots_bound_the_rows_that_run(model):
   sampler = EngineSampler(model, TOKENIZER, slots=2)
   out = sampler(PROMPTS, 6, num_samples=3)

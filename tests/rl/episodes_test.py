@@ -272,6 +272,8 @@ def test_ppo_rewards_each_action():
 def test_refuses_what_cannot_run():
   with pytest.raises(TypeError, match="expected a function"):
     learner(3)
+  with pytest.raises(ValueError, match="rollout_micro_batch_size is 2, but all"):
+    learner(toy_envs.Echo, rollout_micro_batch_size=2)
   with pytest.raises(ValueError, match="env needs 'answer'"):
     learner(lambda prompt, answer: None).train(clusters.prompts(1))
   with pytest.raises(ValueError, match="the column 'environments'"):

@@ -5,15 +5,17 @@ import threading
 
 import pytest
 
-from tests.rl import schedule_test
+from tests.rl import clusters, schedule_test
 from tests.rl.env import toy_envs
 from tests.rl.schedule_test import Watched, assert_same, data, trained, weights
 from tunix.generate.engine.engine import Engine
 from tunix.rl import jobs, journal
-from tunix.rl.deciders import ReplayError
+from tunix.rl.deciders import Replayed, ReplayError
+from tunix.rl.engine_loop import Inbox
 from tunix.rl.env.env import StepResult
 from tunix.rl.experience import Experience
 from tunix.rl.journal import FOLDER, JournalError
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.sft.metrics_logger import Mode
 
 STEPS = 4
@@ -113,6 +115,17 @@ def test_a_replay_names_the_environment_that_answers_otherwise(whole):
     assert not threads()
 
 
+def test_a_replay_that_waits_for_the_learner_blames_nobody(whole):
+  _, folder = whole
+  decider = Replayed(journal.Journal(folder / FOLDER, reads=True), timeout_s=0.0)
+  for _ in range(2):  # an update or an evaluation that takes long
+    assert decider.take(Inbox(), 0, None) == ([], False)
+    decider.check(is_needed=False)
+  decider.take(Inbox(), 0, None)
+  with pytest.raises(ReplayError, match="goes on with weights 0"):
+    decider.check(is_needed=True)
+
+
 def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
   whole, tmp_path
 ):
@@ -140,6 +153,32 @@ def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
   assert_same(weights(replayed(tmp_path / "early", env=toy_envs.Echo)), weights(early))
 
 
+def test_a_run_that_is_resumed_in_a_smaller_batch_has_engines_of_one_size(
+  tmp_path, monkeypatch
+):
+  made, sizes = VanillaRollout.separate_engine, []
+
+  def noted(self, rows, max_tokens):
+    sizes.append(rows)
+    return made(self, rows, max_tokens)
+
+  monkeypatch.setattr(VanillaRollout, "separate_engine", noted)
+  batches = [*data(1), *clusters.prompts(1, 1)]
+  for _ in range(2):
+    run = learner(tmp_path)
+    run.train(batches)
+    run.close()
+    assert run.train_steps == 2
+    shutil.rmtree(tmp_path / "2")  # as if it was killed in the last batch
+    kept = [r for r in decisions(tmp_path) if r[0] != "end" or r[2] == 0]
+    (tmp_path / FOLDER / journal.DECISIONS).unlink()
+    written = journal.Journal(tmp_path / FOLDER)
+    for record in kept:
+      written.add(*record)
+    written.close()
+  assert sizes == [8, 8]
+
+
 def cut_after_batch(folder, number):
   """Cuts the journal as a kill does, in the middle of the first end after a batch's."""
   file = folder / FOLDER / "decisions.bin"
@@ -155,6 +194,19 @@ def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):
     learner(tmp_path / "run", lag=2, env=toy_envs.Echo)
   with pytest.raises(ValueError, match="run with schedule greedy"):
     schedule_test.learner(1, tmp_path / "run", env=toy_envs.Echo)
+
+
+def test_the_journal_of_another_model_is_refused_without_a_checkpoint(whole, tmp_path):
+  made, folder = whole
+  shutil.copytree(folder / FOLDER, tmp_path / FOLDER)  # killed before the first save
+  other = learner(tmp_path, env=toy_envs.Echo, actor=clusters.model(seed=1))
+  with pytest.raises(JournalError, match="began with other weights"):
+    other.train(data(STEPS))
+  other.close()
+  same = learner(tmp_path, env=toy_envs.Echo)
+  same.train(data(STEPS), data(1))
+  same.close()
+  assert_same(weights(same), weights(made))
 
 
 def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypatch):
@@ -175,6 +227,16 @@ def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypa
   assert made.train_steps == 3
   assert_ended_once(tmp_path, 3)
   assert not threads()
+
+
+def test_an_evaluation_waits_for_the_rewards_of_a_group_and_not_for_ever():
+  made = learner(rollout_timeout_s=0.1)
+  with (
+    made._experience._one_at_a_time,  # as a group's thread holds it
+    pytest.raises(TimeoutError, match=r"0.1 s .* a reward function hangs"),
+  ):
+    made.evaluate(data(1))
+  made.close()
 
 
 @pytest.mark.parametrize("party", ["environment", "engine", "learner"])
@@ -211,9 +273,10 @@ def test_a_party_that_stops_ends_the_run_with_its_name(party, monkeypatch):
   [
     ({"rollout_engine": "padded"}, "padded sampler"),
     ({"rollout_engine": "vllm"}, "schedule is 'greedy'"),
+    ({"rollout_micro_batch_size": 1}, "rollout_micro_batch_size is 1 and schedule"),
   ],
 )
-def test_engines_that_it_cannot_use_are_refused(options, message):
+def test_settings_that_it_cannot_use_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     learner(**options)
 

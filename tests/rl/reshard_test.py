@@ -292,3 +292,22 @@ def test_the_mesh_that_is_set_may_be_of_other_devices(mesh_fsdp8):
     moved = reshard.reshard_pytree(x, target)
   assert moved.sharding == target
   np.testing.assert_array_equal(moved, X)
+
+
+def test_weights_arrive_without_a_program_on_the_devices_that_sample(monkeypatch):
+  """Two threads that start programs over the same devices could wait for each other."""
+  target = layout({"tp": 4}, P(None, "tp"), first=4)
+  x = jax.device_put(X, layout({"fsdp": 4}, P("fsdp")))
+  used, lay_out = [], reshard._lay_out
+
+  def noted(sharding):
+    used.append(sharding.device_set)
+    return lay_out(sharding)
+
+  monkeypatch.setattr(reshard, "_lay_out", noted)
+  sent = reshard.landed({"x": x}, {"x": target})["x"]
+  assert sent.sharding.device_set == target.device_set
+  assert target.device_set not in used
+  out = reshard.laid_out(sent, target)
+  assert out.sharding == target and used[-1] == target.device_set
+  np.testing.assert_array_equal(out, X)

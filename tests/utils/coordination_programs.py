@@ -22,6 +22,18 @@ def values_of_all_come_in_order(rank):
     assert got == [{"turn": turn, "rank": 0}, {"turn": turn, "rank": 1}]
 
 
+def exchanges_with_numbers_leave_one_key(rank):
+  for step in range(4):
+    what = f"saving {step}"
+    assert coordination.gather(what, rank, 20, topic="saving") == [0, 1]
+  coordination.gather("all have deleted", None, 20)
+  kept = [key for key, _ in coordination.client().key_value_dir_get("tunix")]
+  assert [key for key in kept if "/saving" in key] == [
+    "tunix/saving 3/1/0",
+    "tunix/saving 3/1/1",
+  ], kept
+
+
 def who_does_not_come_is_named(rank):
   if rank == 0:
     part = "alone: process 1 of 2 did not take part within 0.5 s"
@@ -66,6 +78,7 @@ def all_stop_after_the_same_step(rank):
 def main(rank: int, port: str) -> None:
   jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
   values_of_all_come_in_order(rank)
+  exchanges_with_numbers_leave_one_key(rank)
   who_does_not_come_is_named(rank)
   shares_are_exchanged_and_a_failure_is_raised_on_both(rank)
   what_differs_is_named(rank)

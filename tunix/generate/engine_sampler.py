@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ class EngineSampler(BaseSampler):
     frozen: if True, the weights do not change between calls. The engine then keeps its
       cache and its copy of the weights, and a prompt that begins as an earlier one is
       prefilled from there on. If False, each call reads the current weights and leaves
-      nothing on the device.
+      nothing on the device, and its results depend on no earlier call.
 
   Attributes:
     transformer, cache_config, gather_weights: as given.
@@ -274,7 +275,10 @@ class EngineSampler(BaseSampler):
 
   def _ready_for(self, config: EngineConfig) -> Engine:
     model, have = self.transformer, self._engine
-    if have is None or not have.is_alive or not _holds(have.config, config):
+    # The last bits of log-probs depend on the number of slots. In training they must
+    # not depend on earlier calls, which a resumed run does not make again.
+    fits = _holds if self._frozen else operator.eq
+    if have is None or not have.is_alive or not fits(have.config, config):
       self._engine = Engine(model, self.tokenizer, config, self.gather_weights)
       return self._engine
     return have

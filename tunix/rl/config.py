@@ -140,6 +140,12 @@ class RLTrainingConfig(ScheduleSettings, PromptSizes, TrainingConfig):
     TrainingConfig.__post_init__(self)
     PromptSizes.__post_init__(self)
     ScheduleSettings.__post_init__(self)
+    if self.schedule == "greedy" and self.rollout_micro_batch_size is not None:
+      raise ValueError(
+        f"rollout_micro_batch_size is {self.rollout_micro_batch_size} and schedule is "
+        "'greedy', whose engine samples the prompts of several batches at once: bound "
+        "the completions at once by rollout.slots (RolloutConfig.slots) instead"
+      )
     if self.gradient_accumulation_steps is not None:
       raise ValueError(
         f"gradient_accumulation_steps is {self.gradient_accumulation_steps}: an RL run "

@@ -50,7 +50,7 @@ class Live:
       inbox.offered.clear()
       if version is None:
         decisions.append(Start(newest))
-        self._add("start", newest.version.step)
+        self._add("start", newest.version.step, newest.version.stamp)
       elif newest.version.step != version:
         decisions.append(Switch(newest))
         self._add("switch", launches, newest.version.step)
@@ -74,7 +74,7 @@ class Live:
     if self._journal is not None:
       self._journal.add(*record)
 
-  def check(self) -> None:
+  def check(self, is_needed: bool) -> None:
     """Live decisions wait for nothing in particular."""
 
 
@@ -83,7 +83,8 @@ class Replayed:
 
   Args:
     journal: the journal of the run that is repeated.
-    timeout_s: seconds that one decision may take to become possible.
+    timeout_s: seconds that one decision may take to become possible, while the learner
+      waits for it.
   """
 
   def __init__(self, journal: Journal, timeout_s: float):
@@ -177,17 +178,19 @@ class Replayed:
         return inbox.ended.pop(i)
     return None
 
-  def check(self) -> None:
-    """Ends a wait for something that does not come.
+  def check(self, is_needed: bool) -> None:
+    """Ends a wait for something that does not come; see `Decider.check`.
 
     Raises:
       ReplayError: the next decision of the run has not become possible in time.
     """
+    if not is_needed:
+      self._since = None
     if self._since is None or time.monotonic() - self._since < self._timeout_s:
       return
     record = self._records[self._at]
     if record[0] in ("start", "switch"):
-      missing = f"weights {record[-1]}"
+      missing = f"weights {record[1 if record[0] == 'start' else 2]}"
     elif record[0] == "end":
       missing = f"the rewards of {named((record[2], record[3]))}"
     else:

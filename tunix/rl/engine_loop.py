@@ -105,8 +105,13 @@ class Decider(Protocol):
     """
     ...
 
-  def check(self) -> None:
-    """Raises an error if the thread has waited for too long."""
+  def check(self, is_needed: bool) -> None:
+    """Raises an error if the thread has waited for too long.
+
+    Args:
+      is_needed: True if the learner waits too. Else the decision may follow from what
+        the learner does, and its time does not count.
+    """
     ...
 
 
@@ -176,6 +181,7 @@ class EngineLoop:
     changed: notified after each decision; guards the inbox and what `on_end` writes.
     failure: the exception that ended the thread.
     moved: time of the last decision.
+    is_needed: True while the learner waits for completions.
     vocab_size: number of ids of the model.
   """
 
@@ -193,7 +199,7 @@ class EngineLoop:
     self._on_end, self._on_start, self.vocab_size = on_end, on_start, vocab_size
     self.changed = threading.Condition()
     self.failure: BaseException | None = None
-    self.moved = time.monotonic()
+    self.moved, self.is_needed = time.monotonic(), False
     self._inbox = Inbox()
     self._engine: Engine | None = None
     self._model: Any = None
@@ -308,7 +314,7 @@ class EngineLoop:
       is_busy = engine is not None and engine.is_busy
       if not decisions and not (may_step and is_busy):
         start = time.monotonic()
-        self._decider.check()
+        self._decider.check(self.is_needed)
         self.changed.wait(_LOOK_S)
         self._idle_s += time.monotonic() - start
         return True

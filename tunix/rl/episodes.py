@@ -85,8 +85,8 @@ class Episodes:
 
   Raises:
     TypeError: `make` cannot be called.
-    ValueError: there is a reward model, or there are several processes without an
-      engine in each.
+    ValueError: there is a reward model, a size of parts of a batch, or there are
+      several processes without an engine in each.
   """
 
   def __init__(
@@ -102,6 +102,13 @@ class Episodes:
         f"env is set and there are {jax.process_count()} processes, whose environments "
         'cannot share one engine: set rollout_engine to "per_process", or start one '
         "process with all devices"
+      )
+    size = cluster.cluster_config.training_config.rollout_micro_batch_size
+    if size is not None:
+      raise ValueError(
+        f"env is set and rollout_micro_batch_size is {size}, but all episodes of a "
+        "batch run at once: bound the completions at once by rollout.slots "
+        "(RolloutConfig.slots) instead"
       )
     if cluster.reward is not None:
       raise ValueError(

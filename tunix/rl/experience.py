@@ -5,11 +5,12 @@ The loop around these calls is in rl_learner.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,7 +128,7 @@ class Experience:
     with phases("rollout", "rollout"):
       key = self.key(batch, number if is_training else None)
       rollouts = self._sampled(batch, mode, group, key, phases)
-    with phases("rewards"):
+    with self._no_other_rewards(), phases("rewards"):
       rollouts = self._rewarded(rollouts)
     if is_training:
       return self.shaped(rollouts, shape_rewards, measured)
@@ -199,6 +200,25 @@ class Experience:
     measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
     measured.append(episodes_lib.metrics_of(rollouts.episodes))
     return rollouts
+
+  @contextlib.contextmanager
+  def _no_other_rewards(self) -> Iterator[None]:
+    """Waits until no thread of `group` computes rewards, and keeps it so.
+
+    Raises:
+      TimeoutError: it does for `rollout_timeout_s`.
+    """
+    timeout_s = self._cluster.cluster_config.training_config.rollout_timeout_s
+    if not self._one_at_a_time.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+      raise TimeoutError(
+        f"a batch has waited {timeout_s:g} s (rollout_timeout_s) for the rewards of "
+        "another one: a reward function hangs. Give reward functions workers and a "
+        "timeout_s, or raise rollout_timeout_s"
+      )
+    try:
+      yield
+    finally:
+      self._one_at_a_time.release()
 
   def _rewarded(self, rollouts: Rollouts) -> Rollouts:
     rewards = self._reward(rollouts)
@@ -397,4 +417,5 @@ def _check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
       {"digest": digest},
       "every process must be given the same prompts, in the same order: read the same "
       "file with the same seed, and do not shard it",
+      topic="prompts of batches",
     )

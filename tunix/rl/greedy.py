@@ -42,6 +42,7 @@ from tunix.utils import mesh as mesh_lib
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks of the learner at the engine's thread
+_LAUNCH_S = 3600.0  # for a launch in a replay, which may compile
 _CLOSE_S = 60.0  # in which threads may still end when the learner is closed
 
 
@@ -93,6 +94,8 @@ class Greedy(Sync):
     if replay is not None:
       self._replayed = Journal(pathlib.Path(replay), reads=True)
       self._decider: Decider = Replayed(self._replayed, timeout_s)
+      # It names what does not come. The learner's limit is for a launch without end.
+      self._timeout_s += _LAUNCH_S
     else:
       if folder is not None:
         self._journal = Journal(pathlib.Path(folder) / FOLDER)
@@ -100,6 +103,8 @@ class Greedy(Sync):
     seed = cluster.cluster_config.rollout(Mode.TRAIN).seed
     if (journal := self._journal or self._replayed) is not None:
       journal.check({"lag": lag, "generations": generations, "seed": seed})
+    if self._journal is not None:
+      self._journal.decisions.clear()  # only a replay needs them
     self._jobs: list[Job] = []  # not yet trained on, in the order of training
     self._kept: list[Job] = []  # the same after the last `commit`
     self._loop: EngineLoop | None = None
@@ -109,9 +114,21 @@ class Greedy(Sync):
 
   def begin(self) -> None:
     self._stop()
+    self._check_first_weights()
     self._jobs = list(self._kept)
     for job in self._jobs:  # an end may have been written while the threads ended
       self._read_ended(job)
+
+  def _check_first_weights(self) -> None:
+    """Refuses the journal of another model; a checkpoint has a stamp of its own."""
+    known = None if self._journal is None else self._journal.first_stamp
+    stamp = self._cluster.version.stamp
+    if known not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
+      raise JournalError(
+        f"{self._journal and self._journal.folder} belongs to a run that began with "
+        f"other weights (stamp {known}, and these have {stamp}): use the model of that "
+        "run, or another folder"
+      )
 
   def has_more(self, source: PromptSource) -> bool:
     return bool(self._jobs) or source.has_more()
@@ -129,7 +146,7 @@ class Greedy(Sync):
     # A run that is resumed first makes the updates whose batches are complete. The
     # engine then begins with weights that are at least as new as its last ones.
     if self._loop is None and self._jobs[0].missing:
-      self._start(len(self._jobs[0].batch.prompts))
+      self._start(self._prompts_of_first_batch())
     if self._loop is not None:
       with self._loop.changed:
         self._start_groups()
@@ -231,6 +248,18 @@ class Greedy(Sync):
           )
         job.groups[prompt] = rollouts
 
+  def _prompts_of_first_batch(self) -> int:
+    """Returns the size that all engines of a run have, also those after a kill.
+
+    A replay has one size for all of them, and the size changes the last bits of
+    log-probabilities. The last batch of the data may be smaller.
+    """
+    ended = {} if self._journal is None else self._journal.ended
+    sizes = [prompt + 1 for batch, prompt in ended if batch == 0]
+    job = self._jobs[0]
+    own = len(job.batch.prompts)
+    return max(sizes, default=own) if job.number else own
+
   def _start(self, prompts: int) -> None:
     """Starts the engine's thread with the present weights."""
     rows = prompts * self._generations * (self._lag + 1)
@@ -276,20 +305,27 @@ class Greedy(Sync):
     if self._loop is None:
       assert not job.missing
       return
-    changed, began = self._loop.changed, time.monotonic()
-    with changed:
-      while missing := job.missing:
-        if self._loop.failure is not None:
-          raise self._loop.failure
-        still = time.monotonic() - max(began, self._loop.moved)
-        if still > self._timeout_s:
-          raise TimeoutError(
-            f"prompt {missing[0]} of batch {job.number} of the rollouts is not "
-            f"finished, and nothing was drawn for {self._timeout_s:g} s "
-            "(rollout_timeout_s): an environment or a reward function hangs. Give "
-            "reward functions workers and a timeout_s, or raise rollout_timeout_s"
-          )
-        changed.wait(min(_LOOK_S, self._timeout_s))
+    with self._loop.changed:
+      self._loop.is_needed = True
+      try:
+        self._wait_for_groups(self._loop, job)
+      finally:
+        self._loop.is_needed = False
+
+  def _wait_for_groups(self, loop: EngineLoop, job: Job) -> None:
+    began = time.monotonic()
+    while missing := job.missing:
+      if loop.failure is not None:
+        raise loop.failure
+      still = time.monotonic() - max(began, loop.moved)
+      if still > self._timeout_s:
+        raise TimeoutError(
+          f"prompt {missing[0]} of batch {job.number} of the rollouts is not "
+          f"finished, and nothing was drawn for {self._timeout_s:g} s "
+          "(rollout_timeout_s): an environment or a reward function hangs. Give "
+          "reward functions workers and a timeout_s, or raise rollout_timeout_s"
+        )
+      loop.changed.wait(min(_LOOK_S, self._timeout_s))
 
   # With `changed` held, in the learner's thread or in that of the engine.
 

@@ -9,7 +9,7 @@ cuts off.
 Records of decisions, in the order in which the thread of the engine took them:
 
     ["run", settings]                    first; settings that the next process must have
-    ["start", version]                   a new engine with these weights; what the one
+    ["start", version, stamp]            a new engine with these weights; what the one
                                          before it had not ended begins again
     ["switch", launch, version]          new weights, before this launch of the engine
     ["draw", launch, batch, group, [[episode, turn], ...], digest]
@@ -22,14 +22,15 @@ Records of decisions, in the order in which the thread of the engine took them:
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pathlib
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 DECISIONS, EPISODES = "decisions.bin", "episodes.bin"
 FOLDER = "journal"  # in the folder of the checkpoints
@@ -54,30 +55,57 @@ def read(path: pathlib.Path) -> tuple[list[tuple[int, Any]], int]:
   Raises:
     JournalError: a record is damaged. A record that is cut off at the end is not.
   """
-  data = path.read_bytes()
-  if not data.startswith(_MAGIC):
-    if _MAGIC.startswith(data):  # killed while it was made
+  with path.open("rb") as file:
+    if not _begins(path, file):
       return [], 0
+    out, at = [], len(_MAGIC)
+    while (head := _head(path, file, at)) is not None:
+      length, checksum = head
+      payload = file.read(length)
+      if len(payload) < length:
+        break
+      if zlib.crc32(payload) != checksum:
+        raise _damaged(path, at)
+      out.append((at, json.loads(payload)))
+      at += _HEAD.size + length
+    return out, at
+
+
+def _end_of(path: pathlib.Path) -> int:
+  """Returns the end of the last whole record of a file, of which it reads the heads.
+
+  Raises:
+    JournalError: a head is damaged.
+  """
+  with path.open("rb") as file:
+    if not _begins(path, file):
+      return 0
+    size, at = path.stat().st_size, len(_MAGIC)
+    while (head := _head(path, file, at)) is not None:
+      if (end := at + _HEAD.size + head[0]) > size:
+        break
+      at = end
+      file.seek(at)
+    return at
+
+
+def _begins(path: pathlib.Path, file: BinaryIO) -> bool:
+  """Returns False if the process was killed while it made the file."""
+  start = file.read(len(_MAGIC))
+  if start != _MAGIC and not _MAGIC.startswith(start):
     raise JournalError(f"{path} is not a journal: expected it to begin with {_MAGIC!r}")
-  out, at = [], len(_MAGIC)
-  for payload in _payloads(path, data, at):
-    out.append((at, json.loads(payload)))
-    at += _HEAD.size + len(payload)
-  return out, at
+  return start == _MAGIC
 
 
-def _payloads(path: pathlib.Path, data: bytes, at: int) -> Iterator[bytes]:
-  while at + _HEAD.size <= len(data):
-    length, checksum, own = _HEAD.unpack_from(data, at)
-    if own != zlib.crc32(data[at : at + 8]):
-      raise _damaged(path, at)
-    payload = data[at + _HEAD.size : at + _HEAD.size + length]
-    if len(payload) < length:
-      return
-    if zlib.crc32(payload) != checksum:
-      raise _damaged(path, at)
-    yield payload
-    at += _HEAD.size + length
+def _head(path: pathlib.Path, file: BinaryIO, at: int) -> tuple[int, int] | None:
+  """Returns the length and the checksum of the next record; None if it is cut off."""
+  head = file.read(_HEAD.size)
+  if len(head) < _HEAD.size:
+    return None
+  length, checksum, own = _HEAD.unpack(head)
+  if own != zlib.crc32(head[:8]):
+    raise _damaged(path, at)
+  return length, checksum
 
 
 def _damaged(path: pathlib.Path, at: int) -> JournalError:
@@ -92,20 +120,16 @@ class RecordFile:
 
   Args:
     path: the file; it is made if it is missing.
+    end: end of its last whole record.
     reads: if True, the file is only read, and must be there.
-
-  Attributes:
-    records: the records at the start, as `read` returns them.
   """
 
-  def __init__(self, path: pathlib.Path, *, reads: bool = False):
-    self._path, self._reads = path, reads
+  def __init__(self, path: pathlib.Path, end: int, *, reads: bool = False):
+    self._path, self._end, self._reads = path, end, reads
     if reads:
-      self.records, self._end = read(path)
       self._file = os.open(path, os.O_RDONLY)
       return
     path.parent.mkdir(parents=True, exist_ok=True)
-    self.records, self._end = read(path) if path.exists() else ([], 0)
     self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     os.ftruncate(self._file, self._end)
     if not self._end:
@@ -121,19 +145,28 @@ class RecordFile:
 
   def _write(self, data: bytes) -> None:
     written = os.pwrite(self._file, data, self._end)
-    if written != len(data):  # a full disk; the torn record is overwritten by the next
+    if written != len(data):  # a full disk
+      # A shorter record could be written here, and its successor would be the rest.
+      os.ftruncate(self._file, self._end)
       raise OSError(
         f"{self._path} took {written} of {len(data)} bytes: free some space"
       )
     self._end += written
 
   def at(self, offset: int) -> Any:
-    """Returns the record at an offset."""
-    if offset >= self._end:
+    """Returns the record at an offset.
+
+    Raises:
+      JournalError: it is damaged.
+    """
+    head = os.pread(self._file, _HEAD.size, offset)
+    found = _head(self._path, io.BytesIO(head), offset)
+    if offset >= self._end or found is None:
       raise _damaged(self._path, offset)
-    length, _, _ = _HEAD.unpack(os.pread(self._file, _HEAD.size, offset))
-    data = os.pread(self._file, _HEAD.size + length, offset)
-    return json.loads(next(_payloads(self._path, data, 0)))
+    payload = os.pread(self._file, found[0], offset + _HEAD.size)
+    if zlib.crc32(payload) != found[1]:
+      raise _damaged(self._path, offset)
+    return json.loads(payload)
 
   def sync(self) -> None:
     """Writes to the disk what the operating system holds, for a loss of power."""
@@ -156,15 +189,22 @@ class Journal:
   Attributes:
     decisions: the decisions of earlier processes.
     ended: digest and offset of the groups that have ended.
+    first_stamp: content stamp of the run's first weights; None: not known yet.
   """
 
   def __init__(self, folder: pathlib.Path, *, reads: bool = False):
-    self.folder = folder
-    self._file = RecordFile(folder / DECISIONS, reads=reads)
-    self._episodes = RecordFile(folder / EPISODES, reads=reads)
+    self.folder, self._reads = folder, reads
+    decisions, episodes = folder / DECISIONS, folder / EPISODES
+    records, end = read(decisions) if reads or decisions.exists() else ([], 0)
+    self._file = RecordFile(decisions, end, reads=reads)
+    # Only heads are read: the file may be larger than the memory.
+    end = _end_of(episodes) if reads or episodes.exists() else 0
+    self._episodes = RecordFile(episodes, end, reads=reads)
     self._storing = threading.Lock()
-    self.decisions: list[Any] = [record for _, record in self._file.records]
+    self.decisions: list[Any] = [record for _, record in records]
     self.ended: dict[Group, tuple[str, int]] = {}
+    starts = [x for x in self.decisions if x[0] == "start"]
+    self.first_stamp: str | None = starts[0][2] if starts else None
     for record in self.decisions:
       if record[0] == "end":
         _, _, batch, group, digest, offset = record
@@ -176,6 +216,8 @@ class Journal:
     Raises:
       JournalError: the journal belongs to a run with other settings.
     """
+    if not self.decisions and self._reads:
+      raise JournalError(f"{self.folder} has no decision: expected those of a run")
     if not self.decisions:
       self.add("run", dict(settings))
       return

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from tunix.models import backbone, lora, lora_modules
 from tunix.models.transformer.model import Transformer
-from tunix.rl.reshard import reshard_pytree
+from tunix.rl.reshard import laid_out, landed, reshard_pytree
 from tunix.rl.weight_sync import PolicyVersion
 from tunix.sft import stamp
 from tunix.sft.module_state import trained_kind
@@ -37,7 +37,8 @@ class Weights:
 
   Attributes:
     version: version of the policy.
-    arrays: parameters by path, in the layout of the model that samples.
+    arrays: parameters by path, on the devices of the model that samples; `put` gives
+      them its layout.
   """
 
   version: PolicyVersion
@@ -210,9 +211,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   return tree.size_bytes(moved)
 
 
-def sent(
-  source: Any, target: Any, reshard: Reshard = reshard_pytree
-) -> dict[str, jax.Array]:
+def sent(source: Any, target: Any) -> dict[str, jax.Array]:
   """Returns the parameters of `source` that `target` does not share, for `put`.
 
   They are the trained parameters: with LoRA, the adapters, on any mesh. On the devices
@@ -222,8 +221,8 @@ def sent(
 
   Args:
     source: the trained model.
-    target: a clone of it, on any mesh.
-    reshard: see `copy_weights`.
+    target: a clone of it, on any mesh, whose devices may run programs of another
+      thread meanwhile; this function starts none on them.
   """
   kind = trained_kind(source)
   held = _arrays(_by_path(target, kind))
@@ -231,7 +230,7 @@ def sent(
   # An array that is in its place already is not moved: `device_put` would commit it to
   # its device, and programs are compiled again for committed arrays.
   far = {path: x for path, x in arrays.items() if x.sharding != held[path].sharding}
-  moved = reshard(far, {path: held[path].sharding for path in far}) if far else {}
+  moved = landed(far, {path: held[path].sharding for path in far})
   return arrays | moved
 
 
@@ -239,7 +238,8 @@ def put(model: Any, arrays: Mapping[str, jax.Array]) -> None:
   """Gives a model the parameters that `sent` returned, in place."""
   variables = _by_path(model)
   for path, value in arrays.items():
-    variables[path].set_value(value)
+    held = variables[path].get_value()
+    variables[path].set_value(laid_out(value, held.sharding))
 
 
 def _merged(source: Any) -> Any:

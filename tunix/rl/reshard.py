@@ -175,6 +175,31 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
   return [narrow, landing, target]
 
 
+def landed(arrays: dict[str, jax.Array], target: dict[str, Sharding]) -> dict[str, Any]:
+  """Sends arrays to the devices of `target`, and starts no program there.
+
+  An array may arrive in another layout, which `laid_out` changes. So the thread that
+  owns these devices is the only one that starts programs on them.
+  """
+  return {path: _landed(x, target[path]) for path, x in arrays.items()}
+
+
+def _landed(x: jax.Array, target: Sharding) -> jax.Array:
+  if local_arrays.is_spread(x, target):
+    return local_arrays.localized(x, target)
+  move = _pathways() or _move
+  for sharding in route(x.sharding, target, x.shape):
+    if x.sharding.device_set == target.device_set:
+      break
+    x = move(x, sharding).block_until_ready()
+  return x
+
+
+def laid_out(x: jax.Array, target: Sharding) -> jax.Array:
+  """Returns an array that `landed` has sent, in the layout of `target`."""
+  return x if x.sharding == target else (_pathways() or _move)(x, target)
+
+
 def _one(
   x: Any, source: Sharding | None, target: Sharding, move: Move, donate: bool
 ) -> Any:

@@ -116,7 +116,10 @@ class CheckpointManager:
     self.check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
-    coordination.gather(f"writing checkpoint {step}", None, self.timeout_secs)
+    coordination.gather(
+      *(f"writing checkpoint {step}", None, self.timeout_secs),
+      topic="writing checkpoints",
+    )
     import orbax.checkpoint as ocp
 
     items: dict[str, Any] = {

@@ -390,7 +390,9 @@ class Run:
       return False
     purpose, timeout = f"the checkpoint of step {step}", self._checkpoints.timeout_secs
     with self._tracer.span_group("checkpoint"):
-      places = coordination.gather(purpose, self._place(), timeout)
+      places = coordination.gather(
+        purpose, self._place(), timeout, topic="places of checkpoints"
+      )
       state = self._work._run_state(places)
       return state is not None and self._checkpoints.save_state(step, state, force=True)
 

@@ -20,6 +20,8 @@ import jax
 # Number of calls of `gather` for each subject, which keeps their keys in the store
 # apart. The store lives as long as the processes, and so does the counter.
 _meetings: collections.Counter[str] = collections.Counter()
+# Key of this process in the last exchange of each topic, which the next one deletes.
+_last_keys: dict[str, str] = {}
 _notices = itertools.count()
 # Open `alone` blocks of this process: {number: (description, monotonic start)}.
 _alone: dict[int, tuple[str, float]] = {}
@@ -32,13 +34,18 @@ class AbsentError(RuntimeError):
   """Error: another process did not take part in an exchange of all processes."""
 
 
-def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
+def gather(
+  what: str, value: Any, timeout_s: float = 600, *, topic: str | None = None
+) -> list[Any]:
   """Returns the values of all processes, in the order of the process indices.
 
   Args:
     what: subject of the exchange, the same text on every process; part of errors.
     value: JSON value of this process.
     timeout_s: seconds to wait for each other process.
+    topic: the same text for subjects that differ in a number, such as that of a step.
+      An exchange frees the memory that the one before it on its topic takes in the
+      coordinator. All exchanges of a topic are made in one order. None: `what`.
 
   Raises:
     AbsentError: a process did not take part in time.
@@ -47,8 +54,8 @@ def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
     return [value]
   _meetings[what] += 1
   folder = f"tunix/{what}/{_meetings[what]}"
-  store = client()
-  store.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
+  store, key = client(), f"{folder}/{jax.process_index()}"
+  store.key_value_set(key, json.dumps(value))
   out = []
   for number in range(jax.process_count()):
     try:
@@ -61,9 +68,11 @@ def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
         "has the reason"
       ) from error
     out.append(json.loads(text))
-  # A process that arrives here has read all values of the exchange before.
-  if (before := _meetings[what] - 1) > 0:
-    store.key_value_delete(f"tunix/{what}/{before}/{jax.process_index()}")
+  # Every process is here, so it has read all values of the exchange before.
+  topic = what if topic is None else topic
+  if (before := _last_keys.get(topic)) is not None:
+    store.key_value_delete(before)
+  _last_keys[topic] = key
   return out
 
 
@@ -124,7 +133,14 @@ def exchange(what: str, work: Callable[[], Any], timeout_s: float) -> list[Any]:
   return [result["value"] for result in results]
 
 
-def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
+def agree(
+  what: str,
+  value: Any,
+  remedy: str,
+  timeout_s: float = 600,
+  *,
+  topic: str | None = None,
+) -> None:
   """Compares a dict of JSON values with those of all other processes.
 
   Args:
@@ -132,12 +148,13 @@ def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
     value: {name: JSON value} of this process.
     remedy: end of the error message.
     timeout_s: seconds to wait for each other process.
+    topic: see `gather`.
 
   Raises:
     ValueError: a process has other keys, or another value for a key.
     AbsentError: a process did not take part in time.
   """
-  first, *others = gather(what, value, timeout_s)
+  first, *others = gather(what, value, timeout_s, topic=topic)
   for number, other in enumerate(others, start=1):
     for key in sorted(first.keys() | other.keys()):
       if first.get(key) != other.get(key):

@@ -33,13 +33,13 @@ class FixedPolicy:
     return [Drawn(draw.episode, self._ids, logps, None, "stop") for draw in ready]
 
 
-def run(make, *, count=1, policy=None, tokenizer=None, prompt=64, **limits):
-  """Runs a group of `count` episodes whose environments `make` makes."""
+def run(make, *, count=1, groups=1, policy=None, tokenizer=None, prompt=64, **limits):
+  """Runs groups of `count` episodes whose environments `make` makes."""
   tokenizer = TokenizerAdapter(Words()) if tokenizer is None else tokenizer
   config = EpisodeConfig(**limits)
   runner = Runner(tokenizer, config, max_prompt_length=prompt, max_action_tokens=8)
   maker = lambda: making.group_of(make, count)
-  return runner.run([maker], count, policy or FixedPolicy())
+  return runner.run([maker] * groups, count, policy or FixedPolicy())
 
 
 def drawn(episode, ids):

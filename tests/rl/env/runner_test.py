@@ -138,3 +138,22 @@ def test_environments_that_are_made_late_are_closed(seconds):
   episodes = fakes.run(lambda: group, count=2, timeout_s=0.2, max_turns=1)
   assert [e.finish_reason for e in episodes] == ["failed" if seconds else "turns"] * 2
   assert group.cleaned.wait(5) and len(group.closed) == 2
+
+
+class Ends(fakes.FixedPolicy):
+  """Fails at its second action, while the environments work on the first ones."""
+
+  def poll(self):
+    if len(self.draws) > 2:
+      raise RuntimeError("the engine is gone")
+    return super().poll()
+
+
+def test_environments_of_a_batch_that_cannot_go_on_are_closed():
+  slow, quick = Late(0.4), Late(0.0)  # one is still being made
+  groups = iter([slow, quick])
+  with pytest.raises(RuntimeError, match="the engine is gone"):
+    fakes.run(lambda: next(groups), count=2, groups=2, policy=Ends(), timeout_s=5.0)
+  for group in (slow, quick):
+    # `cleanup` is the last call.
+    assert group.cleaned.wait(5) and len(group.closed) == 2

@@ -14,8 +14,8 @@ from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings import keys
 from tunix.rl.journal import FOLDER
+from tunix.sft import metrics_jsonl
 from tunix.sft.checkpoint_manager import CheckpointManager
-from tunix.sft.metrics_jsonl import METRICS_FILE
 from tunix.sft.run_state import RunState
 
 # What a repeated run does not need.
@@ -112,8 +112,7 @@ def _compared_metrics(run: RunFolder, again: RunFolder, last: int) -> int:
 
 
 def _metrics(run: RunFolder, last: int) -> dict[tuple[int, str], dict[str, Any]]:
-  lines = (run.logs / METRICS_FILE).read_text().splitlines()
-  records = [json.loads(line) for line in lines]
+  records = metrics_jsonl.read_jsonl(run.logs / metrics_jsonl.METRICS_FILE)
   return {(x["step"], x["mode"]): x for x in records if x["step"] <= last}
 
 

@@ -235,7 +235,9 @@ class Device:
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Writes parts of rows to pages, see `RowKeeper.write`."""
     assert self._keeper is not None
-    self._keeper.write(written)
+    # The caller's mesh may have other devices: those that train.
+    with mesh_lib.use_mesh(self._weights()[2]):
+      self._keeper.write(written)
 
   @property
   def adapters(self) -> AdapterBank:

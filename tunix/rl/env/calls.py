@@ -23,7 +23,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tunix.rl.env import threads
@@ -133,6 +133,16 @@ class Calls:
         call.future.cancel()
       self._running.add(failed := _Call(call.id, call.function, deadline=math.inf))
       self._done.put((failed, EnvError(error)))
+
+  def give_up(self, except_for: Collection[str]) -> None:
+    """Gives up all calls except those of some kinds; coroutines are cancelled.
+
+    `take` still returns the results of calls that have ended.
+    """
+    kept = [call for call in self._queued if call.id[0] in except_for]
+    self._queued = collections.deque(kept)
+    running = [call for call in self._running if call.id[0] not in except_for]
+    self._failed(running, lambda _: "it was given up")
 
   def start(
     self,

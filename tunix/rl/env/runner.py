@@ -30,6 +30,7 @@ from tunix.rl.reward_pool import START_TIMEOUT_S
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
+_CLOSE_S = 10.0  # in which environments of a batch that failed are closed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
 # A text with more characters than this for each token that it may have is not tokenized
 # at all. The longest tokens of large vocabularies are 128 characters of white space.
@@ -160,6 +161,14 @@ class _Batch:
       extra = (self._size - 1) * self._config.timeout_s + self._size * each
       id = ("make", group.number)
       self._calls.start(id, made, group.make, extra_s=extra, discard=close_made)
+    try:
+      self._run()
+    except BaseException:  # of the policy: the engine failed, or nobody waits any more
+      self._close_all()
+      raise
+    return [live.episode for live in self._lives]
+
+  def _run(self) -> None:
     while self._calls.open or self._policy.open or self._ready:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
@@ -175,7 +184,18 @@ class _Batch:
         self._runner.waited_s += time.monotonic() - start
       for (kind, number), result in answers:
         self._guarded(kind, number, self._after[kind], result)
-    return [live.episode for live in self._lives]
+
+  def _close_all(self) -> None:
+    """Closes the environments of a batch that is not completed, in bounded time."""
+    self._calls.give_up(except_for=("close", "cleanup"))
+    for group in self._groups:
+      self._finish(group)
+    until = time.monotonic() + min(self._config.timeout_s, _CLOSE_S)
+    while self._calls.open and time.monotonic() < until:
+      for (kind, number), result in self._calls.take(_WAIT_S):
+        if kind in ("make", "envs") and not isinstance(result, EnvError):
+          late = result if kind == "make" else (None, result)
+          self._calls.start(("close", number), close_made, late)
 
   def _guarded(
     self, kind: str, number: int, handle: Callable[[int, Any], None], result: Any
