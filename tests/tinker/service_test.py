@@ -189,6 +189,24 @@ def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
   assert np.array_equal(found[0].arrays["tokens"], found[1].arrays["tokens"])
 
 
+def test_a_save_that_is_sent_twice_is_made_once():
+  made = service(max_checkpoints=1)
+  session = made.create_session("a", {})
+  _, model = made.create_model("a", session, 0, SPEC)
+  for _ in range(2):  # the second time the limit of checkpoints is reached
+    future = made.training.save_weights("a", model, 1, "one", ttl_seconds=3600)
+    assert made.wait("a", future, 60).error is None
+    time.sleep(0.01)  # the end of its life is counted from the first request
+  (path,) = (place for place, _ in made.checkpoints("a"))
+  for _ in range(2):
+    future = made.training.save_weights("a", model, 2, "two")
+    refused = made.wait("a", future, 60).error
+    assert refused is not None and "1 checkpoints" in refused
+    if made.checkpoints("a"):
+      made.store.delete(path)  # the second time there is room
+  made.close()
+
+
 def test_a_service_that_fails_says_so(monkeypatch):
   made = service()
   session = made.create_session("a", {})

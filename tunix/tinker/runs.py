@@ -130,10 +130,12 @@ class Run:
         f"request {number} of {self.id} was sent before with other contents; expected "
         "the same contents. Use the next number"
       )
-    if known is not None or number <= self.done:
+    if self.is_known(number):
       return
     self._journal.append(record)
-    self._sums[number], self._waiting[number] = checksum, op
+    self._waiting[number] = op
+    if op.kind != "refused":  # the cause may be gone when the client tries again
+      self._sums[number] = checksum
 
   def next(self) -> tuple[int, Op] | None:
     """Returns the next request in order, or None if it has not arrived."""
@@ -252,9 +254,10 @@ class Run:
           category=meta["category"],
         )
       elif number > self.done:
-        self._sums[number] = zlib.crc32(record)
         op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
         self._waiting[number] = op
+        if op.kind != "refused":
+          self._sums[number] = zlib.crc32(record)
     records.clear()
 
   def _remove_others(self) -> None:
