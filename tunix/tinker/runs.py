@@ -106,6 +106,8 @@ class Run:
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
     self._journal = journal.Journal(folder / f"journal-{self._generation}")
     self._read(self._journal.records)
+    if self.is_unloaded:
+      self.close()
 
   @classmethod
   def create(
@@ -236,7 +238,7 @@ class Run:
     return packed.unpack(file.read_bytes())[1] if file.exists() else None
 
   def close(self) -> None:
-    """Closes the journal."""
+    """Closes the journal's file until the next request."""
     self._journal.close()
 
   def _state_file(self) -> pathlib.Path:
