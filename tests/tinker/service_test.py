@@ -243,12 +243,14 @@ def test_unloaded_models_hold_no_open_files(tmp_path):
   before = count()
   assert made.wait("a", made.training.unload_model("a", model), 60).error is None
   assert count() == before - 1
+  assert made.training.unload_model("a", model) == f"{model}:1"  # it is sent again
   made.training.optim_step("a", model, 2, {})
   assert "was unloaded" in made.wait("a", f"{model}:2", 60).error
   made.close()
   again = service(tmp_path)
   assert "was unloaded" in again.wait("a", f"{model}:2", 60).error
   assert count() == before - 1
+  assert again.training.unload_model("a", model) == f"{model}:1"
   again.close()
 
 

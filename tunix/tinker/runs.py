@@ -155,6 +155,15 @@ class Run:
     return max((self.done, *self._waiting))
 
   @property
+  def unload(self) -> int | None:
+    """Number of the accepted request that unloads the run; None: there is none."""
+    found = [n for n, op in self._waiting.items() if op.kind == "unload_model"]
+    for number, result in self.results.items():
+      if result.values.get("type") == "unload_model":
+        found.append(number)
+    return min(found, default=None)
+
+  @property
   def pending(self) -> int:
     """Number of requests that wait or run, without those that are repeated."""
     return sum(number not in self.results for number in self._waiting)

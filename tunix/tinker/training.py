@@ -168,10 +168,16 @@ class TrainingRequests:
     return self.submit(tenant, model, number, make)
 
   def unload_model(self, tenant: str, model: str) -> str:
-    """Queues the end of a model after its requests so far; checkpoints stay."""
-    with self._worker.changed:
-      number = self._worker.run(tenant, model).last + 1
-    return self.submit(tenant, model, number, lambda: Op(kind="unload_model"))
+    """Queues the end of a model after its requests so far; checkpoints stay.
+
+    The request has no number, so a model that is unloaded twice is unloaded once.
+    """
+    with self._worker.changed:  # until it is accepted, or the number may be taken
+      run = self._worker.run(tenant, model)
+      if run.unload is not None:
+        return f"{model}:{run.unload}"
+      number = run.last + 1
+      return self.submit(tenant, model, number, lambda: Op(kind="unload_model"))
 
   def _check_room(self, tenant: str, model: str, number: int) -> None:
     """Raises QuotaError if a new request has no room for its checkpoint."""
