@@ -1,5 +1,6 @@
 """Runs, tenants, quotas and restarts, in the process."""
 
+import os
 import pathlib
 import shutil
 import time
@@ -187,6 +188,70 @@ def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
   # Without a seed each sample draws its own: a stop token may come before the fourth.
   assert found[0].error is None and found[0].arrays["lengths"].size == 2
   assert np.array_equal(found[0].arrays["tokens"], found[1].arrays["tokens"])
+
+
+def test_a_save_that_is_sent_twice_is_made_once():
+  made = service(max_checkpoints=1)
+  session = made.create_session("a", {})
+  _, model = made.create_model("a", session, 0, SPEC)
+  for _ in range(2):  # the second time the limit of checkpoints is reached
+    future = made.training.save_weights("a", model, 1, "one", ttl_seconds=3600)
+    assert made.wait("a", future, 60).error is None
+    time.sleep(0.01)  # the end of its life is counted from the first request
+  (path,) = (place for place, _ in made.checkpoints("a"))
+  for _ in range(2):
+    future = made.training.save_weights("a", model, 2, "two")
+    refused = made.wait("a", future, 60).error
+    assert refused is not None and "1 checkpoints" in refused
+    if made.checkpoints("a"):
+      made.store.delete(path)  # the second time there is room
+  made.close()
+
+
+def test_samples_come_from_the_newest_checkpoint_of_a_name():
+  model = base()
+  driver = Driver(engine(model))
+  driver.start()
+  made = Service(model, TinkerSettings(), driver=driver)
+  session = made.create_session("a", {})
+  _, id = made.create_model("a", session, 0, SPEC)
+  found, args = [], {"prompt_logprobs": True, "sampling_params": {"max_tokens": 1}}
+  for step in range(2):
+    first = 3 * step + 1
+    made.training.forward_backward("a", id, first, row(), "cross_entropy")
+    made.training.optim_step("a", id, first + 1, {"learning_rate": 0.5})
+    saved = made.training.save_weights_for_sampler("a", id, first + 2, "x")
+    path = made.wait("a", saved, 60).values["path"]
+    sampler = made.sampling.create("a", session, step, path)
+    future = made.sampling.sample("a", sampler, 0, np.array([3, 4, 5]), args)
+    found.append(made.wait("a", future, 60).arrays["prompt_logprobs"][1:])
+    made.store.delete(made.place("a", path))
+  made.close()
+  driver.stop(60)
+  assert not np.allclose(found[0], found[1])
+
+
+def test_unloaded_models_hold_no_open_files(tmp_path):
+  made = service(tmp_path)
+  session = made.create_session("a", {})
+  count = lambda: sum(
+    str(tmp_path) in os.path.realpath(x)
+    for x in pathlib.Path("/proc/self/fd").iterdir()
+  )
+  _, model = made.create_model("a", session, 0, SPEC)
+  assert made.wait("a", f"{model}:0", 60).error is None
+  before = count()
+  assert made.wait("a", made.training.unload_model("a", model), 60).error is None
+  assert count() == before - 1
+  assert made.training.unload_model("a", model) == f"{model}:1"  # it is sent again
+  made.training.optim_step("a", model, 2, {})
+  assert "was unloaded" in made.wait("a", f"{model}:2", 60).error
+  made.close()
+  again = service(tmp_path)
+  assert "was unloaded" in again.wait("a", f"{model}:2", 60).error
+  assert count() == before - 1
+  assert again.training.unload_model("a", model) == f"{model}:1"
+  again.close()
 
 
 def test_a_service_that_fails_says_so(monkeypatch):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tunix.tinker import protobuf, wire
+from tunix.serve.http import to_json
+from tunix.tinker import data, protobuf, wire
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.runs import Result
 
@@ -61,9 +62,9 @@ def test_bodies_that_are_no_messages():
       wire.gradient_from_proto(good[:cut]).read_rows()
     except TinkerError:
       continue
-  for data in (b"\xff" * 12, b"\x0b", b"\x0a\x05ab", b"\x09\x01"):
+  for body in (b"\xff" * 12, b"\x0b", b"\x0a\x05ab", b"\x09\x01"):
     with pytest.raises(TinkerError, match="no message of the protocol"):
-      list(protobuf.fields(data))
+      list(protobuf.fields(body))
 
 
 def test_results_as_the_sdk_reads_them():
@@ -104,3 +105,20 @@ def test_samples_as_the_sdk_reads_them():
   assert read.topk_prompt_logprobs == [None, [(8, -1), (9, -2)]]
   assert read.prompt_cache_hit_tokens == 3
   assert wire.to_json(result)["sequences"][2]["tokens"] == [7]
+
+
+def test_results_of_a_diverged_model_are_json():
+  update = Result(values={"metrics": {"grad_norm": float("inf"), "learning_rate": 1.0}})
+  assert to_json(wire.to_json(update)) == b'{"metrics":{"learning_rate":1.0}}'
+  arrays = {
+    "lengths": np.array([2], np.int32),
+    "logprobs": np.array([np.nan, -1], np.float32),
+  }
+  rows = Result(values={"metrics": {"loss:sum": float("nan")}}, arrays=arrays)
+  assert b'"data":[null,-1.0]' in to_json(wire.to_json(rows))
+
+
+def test_ids_beyond_32_bits_are_refused():
+  row = data.Row(tokens=np.array([1]), inputs={"target_tokens": np.array([2**32 + 5])})
+  with pytest.raises(TinkerError, match="4294967301 in target_tokens"):
+    data.check_rows([row], "cross_entropy", vocab_size=10, max_tokens=9)

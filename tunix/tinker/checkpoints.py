@@ -253,11 +253,11 @@ class Checkpoints:
     return self._folder / run / place.kind / place.name
 
 
-def expiry(ttl_seconds: int | None) -> str | None:
-  """Returns the time of the end of a life, in ISO form.
+def check_ttl(ttl_seconds: int | None) -> int | None:
+  """Returns the seconds of a life; None: it has no end.
 
   Raises:
-    TinkerError: the life is too short.
+    TinkerError: the life is too short or too long, or no integer.
   """
   if ttl_seconds is None:
     return None
@@ -267,7 +267,15 @@ def expiry(ttl_seconds: int | None) -> str | None:
     raise TinkerError(
       f"ttl_seconds is {ttl_seconds}; expected 1 to {10 * 366 * 86400}. Correct it"
     )
-  return (_now() + datetime.timedelta(seconds=ttl_seconds)).isoformat()
+  return ttl_seconds
+
+
+def expiry(ttl_seconds: int | None) -> str | None:
+  """Returns the time of the end of a life, in ISO form; see `check_ttl`."""
+  life = check_ttl(ttl_seconds)
+  if life is None:
+    return None
+  return (_now() + datetime.timedelta(seconds=life)).isoformat()
 
 
 def _now() -> datetime.datetime:

@@ -89,7 +89,8 @@ def _checked(
     )
   out: dict[str, np.ndarray] = {}
   for name in needed:
-    kind = np.int32 if name == "target_tokens" else np.float32
+    # int64 until the ids are checked: a cast to int32 would wrap large ones.
+    kind = np.int64 if name == "target_tokens" else np.float32
     out[name] = _vector(where, name, row.inputs[name], size, kind)
   weights = np.ones(size, np.float32)
   for name in ("weights", "mask"):
@@ -105,6 +106,7 @@ def _checked(
         f"{where} has ids from {ids.min()} to {ids.max()} in {name}; expected 0 to "
         f"{vocab_size - 1}. Check the tokenizer"
       )
+  out["target_tokens"] = out["target_tokens"].astype(np.int32)
   return Row(tokens=row.tokens.astype(np.int32), inputs=out)
 
 

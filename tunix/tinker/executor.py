@@ -136,7 +136,8 @@ class Executor:
     if kind != "weights":
       arrays = {k: v for k, v in arrays.items() if k.startswith("params.")}
     is_ephemeral = bool(op.args.get("is_ephemeral"))
-    meta = {key: op.args.get(key) for key in ("user_metadata", "expires_at")}
+    meta = {"user_metadata": op.args.get("user_metadata")}
+    meta["expires_at"] = checkpoints.expiry(op.args.get("ttl_seconds"))
     meta |= {"spec": run.info["spec"], "is_ephemeral": is_ephemeral}
     # A request that is repeated after a restart replaces its own checkpoint.
     meta["request"] = f"{run.id}:{run.done + 1}"

@@ -35,7 +35,7 @@ class Journal:
       self.records.append(record)
       self.size = end
     is_new = not file.exists()
-    self._file = file.open("ab")
+    self._path, self._file = file, file.open("ab")
     if self.size < len(data):
       self._file.truncate(self.size)
     if is_new:
@@ -50,6 +50,8 @@ class Journal:
         process, but maybe not a loss of power.
     """
     data = framed(record)
+    if self._file.closed:
+      self._file = self._path.open("ab")
     self._file.write(data)
     self._file.flush()
     if sync:
@@ -57,7 +59,7 @@ class Journal:
     self.size += len(data)
 
   def close(self) -> None:
-    """Closes the file."""
+    """Closes the file; `append` opens it again."""
     self._file.close()
 
 

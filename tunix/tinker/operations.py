@@ -81,7 +81,8 @@ def _saved(
   return {
     "name": checkpoints.check_name(name),
     "user_metadata": None if metadata is None else dict(metadata),
-    "expires_at": checkpoints.expiry(ttl_seconds),
+    # Not the time of its end: a request that is sent again must have equal bytes.
+    "ttl_seconds": checkpoints.check_ttl(ttl_seconds),
   }
 
 

@@ -106,6 +106,8 @@ class Run:
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
     self._journal = journal.Journal(folder / f"journal-{self._generation}")
     self._read(self._journal.records)
+    if self.is_unloaded:
+      self.close()
 
   @classmethod
   def create(
@@ -130,10 +132,12 @@ class Run:
         f"request {number} of {self.id} was sent before with other contents; expected "
         "the same contents. Use the next number"
       )
-    if known is not None or number <= self.done:
+    if self.is_known(number):
       return
     self._journal.append(record)
-    self._sums[number], self._waiting[number] = checksum, op
+    self._waiting[number] = op
+    if op.kind != "refused":  # the cause may be gone when the client tries again
+      self._sums[number] = checksum
 
   def next(self) -> tuple[int, Op] | None:
     """Returns the next request in order, or None if it has not arrived."""
@@ -149,6 +153,15 @@ class Run:
   def last(self) -> int:
     """The largest number of an accepted request; -1 for none."""
     return max((self.done, *self._waiting))
+
+  @property
+  def unload(self) -> int | None:
+    """Number of the accepted request that unloads the run; None: there is none."""
+    found = [n for n, op in self._waiting.items() if op.kind == "unload_model"]
+    for number, result in self.results.items():
+      if result.values.get("type") == "unload_model":
+        found.append(number)
+    return min(found, default=None)
 
   @property
   def pending(self) -> int:
@@ -234,7 +247,7 @@ class Run:
     return packed.unpack(file.read_bytes())[1] if file.exists() else None
 
   def close(self) -> None:
-    """Closes the journal."""
+    """Closes the journal's file until the next request."""
     self._journal.close()
 
   def _state_file(self) -> pathlib.Path:
@@ -252,9 +265,10 @@ class Run:
           category=meta["category"],
         )
       elif number > self.done:
-        self._sums[number] = zlib.crc32(record)
         op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
         self._waiting[number] = op
+        if op.kind != "refused":
+          self._sums[number] = zlib.crc32(record)
     records.clear()
 
   def _remove_others(self) -> None:

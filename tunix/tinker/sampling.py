@@ -117,11 +117,11 @@ class Sampler:
     self._retrieved: collections.deque[str] = collections.deque()
     self._open: dict[str, Op] = {}
     self._tickets: dict[str, Ticket] = {}
-    self._handed: collections.OrderedDict[str, dict[str, Any]] = (
-      collections.OrderedDict()
-    )
+    self._handed = collections.OrderedDict[str, dict[str, Any]]()
     # Loaded checkpoints, the least recently used first, with their open requests.
-    self._loaded: collections.OrderedDict[str, int] = collections.OrderedDict()
+    self._loaded = collections.OrderedDict[str, int]()
+    # Loaded checkpoints that were deleted and written anew under the same name.
+    self._stale: set[str] = set()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
     self._file = folder / "requests"
@@ -134,6 +134,8 @@ class Sampler:
     """Keeps a new adapter in memory for the first request that uses it."""
     with self._lock:
       self._handed[str(place)] = adapters
+      if str(place) in self._loaded:
+        self._stale.add(str(place))
       while len(self._handed) > _KEPT_ADAPTERS:
         self._handed.popitem(last=False)
 
@@ -251,9 +253,11 @@ class Sampler:
       while True:
         if self._closes:
           raise TinkerError("the service ends: send the request again")
-        if path in self._loaded:
+        if path in self._stale and not self._loaded.get(path):
+          self._unload(path)
+        if path in self._loaded and path not in self._stale:
           break
-        if self._fits(path):
+        if path not in self._loaded and self._fits(path):
           self._loaded[path] = 0
           break
         self._lock.wait(1.0)
@@ -269,18 +273,22 @@ class Sampler:
     while True:
       try:
         self._driver.call(lambda e: e.load_adapter(path, adapters), _LOAD_SECONDS)
+        return True
       except ValueError:
         idle = [name for name, used in self._loaded.items() if not used]
         if idle:
-          self._driver.call(lambda e, n=idle[0]: e.unload_adapter(n), _LOAD_SECONDS)
-          del self._loaded[idle[0]]
+          self._unload(idle[0])
         elif self._loaded:
           self._handed[path] = adapters
           return False
         else:
           raise
-      else:
-        return True
+
+  def _unload(self, path: str) -> None:
+    if path in self._loaded:
+      self._driver.call(lambda e: e.unload_adapter(path), _LOAD_SECONDS)
+      del self._loaded[path]
+    self._stale.discard(path)
 
   def _forget_after(self, id: str) -> None:
     if id not in self._retrieved:

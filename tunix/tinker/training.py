@@ -110,7 +110,7 @@ class TrainingRequests:
     """Queues a checkpoint of adapter and optimizer."""
 
     def make() -> Op:
-      self._quotas.check_checkpoints(tenant)
+      self._check_room(tenant, model, number)
       return operations.save(
         f"{number:06d}" if name is None else name,
         overwrite=overwrite,
@@ -142,7 +142,7 @@ class TrainingRequests:
     """
 
     def make() -> Op:
-      self._quotas.check_checkpoints(tenant)
+      self._check_room(tenant, model, number)
       session, chosen = None, name
       if chosen is None:
         chosen = f"session-{number:06d}"
@@ -168,10 +168,23 @@ class TrainingRequests:
     return self.submit(tenant, model, number, make)
 
   def unload_model(self, tenant: str, model: str) -> str:
-    """Queues the end of a model after its requests so far; checkpoints stay."""
+    """Queues the end of a model after its requests so far; checkpoints stay.
+
+    The request has no number, so a model that is unloaded twice is unloaded once.
+    """
+    with self._worker.changed:  # until it is accepted, or the number may be taken
+      run = self._worker.run(tenant, model)
+      if run.unload is not None:
+        return f"{model}:{run.unload}"
+      number = run.last + 1
+      return self.submit(tenant, model, number, lambda: Op(kind="unload_model"))
+
+  def _check_room(self, tenant: str, model: str, number: int) -> None:
+    """Raises QuotaError if a new request has no room for its checkpoint."""
     with self._worker.changed:
-      number = self._worker.run(tenant, model).last + 1
-    return self.submit(tenant, model, number, lambda: Op(kind="unload_model"))
+      is_repeated = self._worker.run(tenant, model).is_known(number)
+    if not is_repeated:
+      self._quotas.check_checkpoints(tenant)
 
   def submit(self, tenant: str, model: str, number: int, make: Callable[[], Op]) -> str:
     """Queues a request.

@@ -348,7 +348,10 @@ def to_json(result: Result) -> dict[str, Any]:
   if result.error is not None:
     return {"error": result.error, "category": result.category}
   if not has_proto(result):
-    return dict(result.values)
+    values = dict(result.values)
+    if "metrics" in values:
+      values["metrics"] = _finite(values["metrics"])
+    return values
   ends = np.cumsum(result.arrays["lengths"])[:-1]
   per_row = {
     name: np.split(values, ends)
@@ -375,12 +378,18 @@ def to_json(result: Result) -> dict[str, Any]:
   return {
     "loss_fn_output_type": _RECORD,
     "loss_fn_outputs": rows,
-    "metrics": dict(result.values["metrics"]),
+    "metrics": _finite(result.values["metrics"]),
   }
 
 
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the metrics that JSON can hold: a diverged model has NaN and infinity."""
+  return {name: x for name, x in metrics.items() if math.isfinite(x)}
+
+
 def _tensor_to_json(values: np.ndarray) -> dict[str, Any]:
-  return {"data": values.tolist(), "dtype": "float32", "shape": [values.size]}
+  data = [x if math.isfinite(x) else None for x in values.tolist()]
+  return {"data": data, "dtype": "float32", "shape": [values.size]}
 
 
 def _nan_to_none(values: np.ndarray | None) -> list[float | None] | None:

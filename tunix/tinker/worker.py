@@ -14,6 +14,7 @@ from tunix.tinker.executor import Executor
 from tunix.tinker.records import missing
 from tunix.tinker.runs import Op, Result, Run
 from tunix.tinker.settings import TinkerSettings
+from tunix.utils import io
 
 _LOG = logging.getLogger(__name__)
 _IDLE = 60.0  # seconds between two looks of an idle thread
@@ -41,6 +42,7 @@ class Worker:
     self._thread: threading.Thread | None = None
     self._runs: dict[str, Run] = {}
     folder.mkdir(exist_ok=True)
+    io.sweep(folder)
     for path in sorted(folder.iterdir()):
       if (path / "info.json").exists():  # else a kill came before it was written
         self._read(path)
@@ -167,6 +169,8 @@ class Worker:
       if op.kind in ("load_weights", "unload_model") and result.error is None:
         run.write_state(executor.arrays_of(run))
         run.switch()
+      if run.is_unloaded:  # a process may have few open files, and runs are many
+        run.close()
       if not is_whole:
         run.close()
         self._read(run.folder)
