@@ -70,7 +70,11 @@ def test_whole_and_quantised_fine_tuning(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "preset",
-  [*(pytest.param(name, marks=pytest.mark.ci) for name in IN_CI[:2]), *IN_CI[2:], *SLOW],
+  [
+    *(pytest.param(name, marks=pytest.mark.ci) for name in IN_CI[:2]),
+    *IN_CI[2:],
+    *SLOW,
+  ],
 )
 def test_preferences_and_grpo(preset):
   trainer = preferences.trainer(make(preset), make(preset))
