@@ -8,6 +8,7 @@ own tests.
 """
 
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -72,7 +73,7 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-def run(kind: str, code: str, folder: pathlib.Path) -> None:
+def run(kind: str, code: str, folder: pathlib.Path, flags: str = "") -> None:
   """One block, in a process of its own."""
   if kind == "bash":
     command = f"{sys.executable} -m tunix.cli.main"
@@ -81,7 +82,13 @@ def run(kind: str, code: str, folder: pathlib.Path) -> None:
   else:
     argv = [sys.executable, "-c", code]
   done = subprocess.run(
-    argv, cwd=folder, capture_output=True, text=True, timeout=600, check=False
+    argv,
+    cwd=folder,
+    env=os.environ | {"XLA_FLAGS": flags},
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
   )
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 

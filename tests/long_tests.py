@@ -12,7 +12,7 @@
 import pathlib
 import sys
 
-SECONDS = 1.0
+SECONDS = 0.5
 LONG = pathlib.Path(__file__).with_name("long_tests.txt")
 SLOW = pathlib.Path(__file__).with_name("slow_tests.txt")
 
