@@ -206,3 +206,20 @@ def test_the_settings_of_the_command(tmp_path):
   assert serve._config(made(), 0).adapter_ranks == 0
   with pytest.raises(ValueError, match="one engine on one device"):
     serve._tinker_settings(made("--tinker", "--tp", 2))
+
+
+@pytest.mark.parametrize("knows_size", [True, False])
+def test_compressed_bodies_are_whole(clients, knows_size):
+  zstandard = pytest.importorskip("zstandard")
+  press = zstandard.ZstdCompressor(write_content_size=knows_size).compress
+  body = press(b'{"sdk_version": "' + bytes(range(48, 58)) * 50 + b'"}')
+  headers = {"Content-Encoding": "zstd", "Content-Type": "application/json"}
+  send = lambda data: clients["ann"](
+    "POST", "client/config", headers=headers, content=data
+  )
+  assert send(body).status_code == 200
+  for cut, message in ((body[:-3], "ends early"), (b"[]", "no zstd data")):
+    answer = send(cut)
+    assert answer.status_code == 400 and message in answer.text
+  answer = send(press(bytes(20_000)))
+  assert answer.status_code == 413

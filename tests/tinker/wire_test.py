@@ -6,7 +6,7 @@ import pytest
 from tunix.serve.http import to_json
 from tunix.tinker import data, protobuf, wire
 from tunix.tinker.errors import NotServedError, TinkerError
-from tunix.tinker.runs import Result
+from tunix.tinker.results import Result
 
 tinker = pytest.importorskip("tinker")
 messages = pytest.importorskip("tinker.proto.tinker_public_pb2")

@@ -190,9 +190,20 @@ def _inflated(data: bytes, most: int) -> bytes:
       out = reader.read(most + 1)
   except zstandard.ZstdError as error:
     raise ApiError(400, f"the body is no zstd data: {error}") from error
+  if len(out) <= most and not _is_whole(zstandard, data, len(out)):
+    raise ApiError(400, "the body's zstd data ends early; send it again")
   if len(out) > most:
     raise ApiError(413, f"the body is larger than {most} bytes", code="too_large")
   return out
+
+
+def _is_whole(zstandard: Any, data: bytes, size: int) -> bool:
+  """Returns False for a cut frame, of which zstandard returns the first part."""
+  if (known := zstandard.frame_content_size(data)) >= 0:
+    return size == known
+  frame = zstandard.ZstdDecompressor().decompressobj()
+  frame.decompress(data)
+  return frame.eof
 
 
 def _api_error(error: TinkerError, settings: ServeSettings) -> ApiError:

@@ -36,7 +36,7 @@ from tunix.tinker.client_data import (
 )
 from tunix.tinker.errors import BusyError, RequestFailedError
 from tunix.tinker.learner import AdamParams, AdapterSpec
-from tunix.tinker.runs import Result
+from tunix.tinker.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 

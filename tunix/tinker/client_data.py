@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tunix.tinker.data import Row
-from tunix.tinker.runs import Result
+from tunix.tinker.results import Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from tunix.tinker import checkpoints, data
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learner import AdamParams, AdapterSpec, AdapterState, Learner
-from tunix.tinker.runs import Op, Result, Run
+from tunix.tinker.results import Result
+from tunix.tinker.runs import Op, Run
 
 _LOG = logging.getLogger(__name__)
 

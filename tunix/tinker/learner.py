@@ -247,12 +247,14 @@ class Learner:
     }
 
   def to_arrays(self, state: AdapterState) -> dict[str, np.ndarray]:
-    """Returns factors and optimizer state by name, on the host."""
+    """Returns factors, optimizer state and an open gradient by name, on the host."""
     # Copies, because the next update donates the arrays, and a CPU array may share its
     # memory with a view.
     out = {f"params.{k}": np.array(v) for k, v in tree.flatten(state.params).items()}
     for i, leaf in enumerate(jax.tree.leaves(state.opt_state)):
       out[f"optimizer.{i}"] = np.array(leaf)
+    for k, v in tree.flatten(state.gradient or {}).items():
+      out[f"gradient.{k}"] = np.array(v)
     return out
 
   def from_arrays(
@@ -267,21 +269,24 @@ class Learner:
     Args:
       spec: shape of the adapter.
       arrays: the arrays.
-      optimizer: take the optimizer's state; else a fresh one.
+      optimizer: take the optimizer's state and the gradient; else a fresh state.
     """
-    flat = {
-      name.removeprefix("params."): jnp.array(x)
-      for name, x in arrays.items()
-      if name.startswith("params.")
-    }
-    params = tree.nest(flat)
+    nested = lambda prefix: tree.nest(
+      {
+        name.removeprefix(prefix): jnp.array(x)
+        for name, x in arrays.items()
+        if name.startswith(prefix)
+      }
+    )
+    params = nested("params.")
     opt_state = _optimizer().init(params)
     if optimizer:
       leaves, structure = jax.tree.flatten(opt_state)
       stored = [jnp.array(arrays[f"optimizer.{i}"]) for i in range(len(leaves))]
       opt_state = structure.unflatten(stored)
     self._parts(spec)
-    return AdapterState(params=params, opt_state=opt_state)
+    gradient = (optimizer and nested("gradient.")) or None
+    return AdapterState(params=params, opt_state=opt_state, gradient=gradient)
 
   def _lora(self, spec: AdapterSpec) -> lora.LoraConfig:
     wanted = (*_ATTENTION * spec.train_attn, *_MLP * spec.train_mlp)

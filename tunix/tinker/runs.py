@@ -10,7 +10,7 @@ Files in the folder of a run:
 
   info.json      owner and shape of the run, written once
   current        number g of the generation
-  state-<g>      adapter and optimizer; missing in generation 0
+  state-<g>      adapter, optimizer, and an open gradient; missing in generation 0
   journal-<g>    requests after this state, and results
 """
 
@@ -28,9 +28,11 @@ import numpy as np
 from tunix.tinker import journal, packed
 from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
 from tunix.tinker.learner import AdapterSpec, AdapterState
+from tunix.tinker.results import Result, Results
+from tunix.tinker.settings import TinkerSettings
 from tunix.utils import io
 
-# Bytes of a journal after which the state is written, however few steps there were.
+# Bytes that a journal grows until the state is written, however few steps there were.
 _LARGE = 256 * 2**20
 
 
@@ -49,23 +51,6 @@ class Op:
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-  """The result of a request.
-
-  Attributes:
-    values: JSON values.
-    arrays: arrays by name.
-    error: text for people if the request failed, else None.
-    category: "user" or "server", who can correct the error.
-  """
-
-  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-  error: str | None = None
-  category: str = "user"
-
-
 class Run:
   """The requests and results of one trained model.
 
@@ -73,26 +58,26 @@ class Run:
 
   Args:
     folder: the run's folder, with `info.json`.
-    keep_results: see `TinkerSettings.keep_results`.
+    settings: `keep_results` and `max_result_bytes` are used.
 
   Attributes:
     id, owner, spec, info: what identifies the run.
     state: the adapter; None: it is on disk, or not made yet.
     done: number of the last request that was computed, -1 for none.
-    results: results by number.
+    results: results by number, in that order.
     is_unloaded: True after `unload_model`.
     steps: optimizer steps since the state was written.
   """
 
-  def __init__(self, folder: pathlib.Path, keep_results: int):
+  def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
     self.folder = folder
     self.info = json.loads((folder / "info.json").read_text("utf-8"))
     self.id, self.owner = self.info["id"], self.info["owner"]
     self.spec = AdapterSpec(**self.info["spec"])
     self.state: AdapterState | None = None
     self.is_unloaded, self.steps = False, 0
-    self.results: dict[int, Result] = {}
-    self._keep = keep_results
+    self.results = Results[int](settings.max_result_bytes)
+    self._keep = settings.keep_results
     self._retrieved: set[int] = set()
     self._waiting: dict[int, Op] = {}
     self._sums: dict[int, int] = {}
@@ -106,17 +91,18 @@ class Run:
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
     self._journal = journal.Journal(folder / f"journal-{self._generation}")
     self._read(self._journal.records)
+    self._began = 0  # bytes of the journal when its generation began
     if self.is_unloaded:
       self.close()
 
   @classmethod
   def create(
-    cls, folder: pathlib.Path, info: Mapping[str, Any], keep_results: int
+    cls, folder: pathlib.Path, info: Mapping[str, Any], settings: TinkerSettings
   ) -> Run:
     """Makes the folder of a new run."""
     io.write_json(folder / "info.json", dict(info))
     journal.sync_folder(folder.parent)
-    return cls(folder, keep_results)
+    return cls(folder, settings)
 
   def accept(self, number: int, op: Op) -> None:
     """Writes a request to the journal, if it was not accepted before.
@@ -191,8 +177,9 @@ class Run:
       return None
     if number <= self.done:
       raise GoneError(
-        f"the result of request {number} of {self.id} was retrieved and then dropped; "
-        "expected one retrieval. Keep results that you need"
+        f"the result of request {number} of {self.id} was dropped, after it was "
+        "retrieved or because newer ones fill max_result_bytes; expected one retrieval, "
+        "soon. Keep results that you need"
       )
     raise NotFoundError(
       f"{self.id} has no request {number}; expected a number that was sent. Send the "
@@ -202,11 +189,14 @@ class Run:
   def is_due(self, steps: int) -> bool:
     """Returns True if the state should be written, `steps` after the last time.
 
-    An open gradient is not part of the state, so the state waits for the next update.
+    With an open gradient, which makes the state larger, it waits for the next update,
+    unless the journal has grown large.
     """
-    if self.state is None or self.state.gradient is not None:
+    if self.state is None:
       return False
-    return self.steps >= steps or self._journal.size > _LARGE
+    is_open = self.state.gradient is not None
+    is_large = self._journal.size - self._began > _LARGE
+    return is_large or (self.steps >= steps and not is_open)
 
   def write_state(self, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the file of the next generation, which `switch` takes into use.
@@ -214,7 +204,7 @@ class Run:
     It needs no lock: only the thread that computes changes `done`.
 
     Args:
-      arrays: adapter and optimizer; empty after `unload_model`.
+      arrays: adapter, optimizer and open gradient; empty after `unload_model`.
     """
     meta = {"done": self.done, "is_unloaded": self.is_unloaded}
     file = self.folder / f"state-{self._generation + 1}"
@@ -224,10 +214,10 @@ class Run:
     """Begins the next generation, whose state was written after the last request."""
     recent = self.done - self._keep
     for number in [n for n in self._retrieved if n <= recent]:
-      self.results.pop(number, None)
+      self.results.pop(number)
       self._retrieved.discard(number)
     number = self._generation + 1
-    records = [_result_record(n, x) for n, x in sorted(self.results.items())]
+    records = [_result_record(n, x) for n, x in self.results.items()]
     records += [_op_record(n, x) for n, x in sorted(self._waiting.items())]
     journal.write_new(self.folder / f"journal-{number}", records)
     journal.sync_folder(self.folder)
@@ -237,6 +227,7 @@ class Run:
     self._generation = number
     self._journal = journal.Journal(self.folder / f"journal-{number}")
     self._journal.records.clear()
+    self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
     self._remove_others()
     self.steps = 0

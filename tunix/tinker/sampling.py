@@ -1,8 +1,4 @@
-"""Sampling with trained adapters, through the engine.
-
-A checkpoint is loaded into the engine's bank of adapters when a request needs it, and
-the least recently used one without open requests makes room for it.
-"""
+"""Sampling with trained adapters, through the engine."""
 
 from __future__ import annotations
 
@@ -25,16 +21,17 @@ from tunix.generate.engine.request import (
   RequestError,
   Ticket,
 )
-from tunix.tinker import checkpoints, journal, packed
+from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import NotFoundError, NotServedError, TinkerError
-from tunix.tinker.runs import Op, Result
+from tunix.tinker.loaded_adapters import LoadedAdapters
+from tunix.tinker.results import Result, Results
+from tunix.tinker.runs import Op
 
 _LOG = logging.getLogger(__name__)
 _WORKERS = 64  # requests that are in the engine's queue at the same time
-_LOAD_SECONDS = 600  # longest wait for the engine's thread
-_KEPT_ADAPTERS = 8  # adapters that stay in host memory after their hand-over
-_LARGE = 256 * 2**20  # bytes of the journal after which it is written anew
+_LARGE = 256 * 2**20  # bytes that the journal grows until it is written anew
+_RESULT_BYTES = 2**30  # of results, beyond which the oldest ones are dropped
 _KEPT_AT_START = 4096  # results of the process before, whose retrieval is not known
 _KEPT_RESULTS = 1024  # retrieved results that can be retrieved again
 _UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
@@ -111,17 +108,13 @@ class Sampler:
     load: Callable[[Place], dict[str, Any]],
     on_change: Callable[[], None],
   ):
-    self._driver, self._load, self._on_change = driver, load, on_change
-    self._lock = threading.Condition()
-    self._results: dict[str, Result] = {}
+    self._driver, self._on_change = driver, on_change
+    self._adapters = LoadedAdapters(driver, load)
+    self._lock = threading.Lock()
+    self._results = Results[str](_RESULT_BYTES)
     self._retrieved: collections.deque[str] = collections.deque()
     self._open: dict[str, Op] = {}
     self._tickets: dict[str, Ticket] = {}
-    self._handed = collections.OrderedDict[str, dict[str, Any]]()
-    # Loaded checkpoints, the least recently used first, with their open requests.
-    self._loaded = collections.OrderedDict[str, int]()
-    # Loaded checkpoints that were deleted and written anew under the same name.
-    self._stale: set[str] = set()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
     self._file = folder / "requests"
@@ -132,12 +125,7 @@ class Sampler:
 
   def hand_over(self, place: Place, adapters: dict[str, Any]) -> None:
     """Keeps a new adapter in memory for the first request that uses it."""
-    with self._lock:
-      self._handed[str(place)] = adapters
-      if str(place) in self._loaded:
-        self._stale.add(str(place))
-      while len(self._handed) > _KEPT_ADAPTERS:
-        self._handed.popitem(last=False)
+    self._adapters.hand_over(place, adapters)
 
   def accept(self, id: str, op: Op) -> None:
     """Writes a request to the journal and starts it, if it is not known yet.
@@ -199,7 +187,7 @@ class Sampler:
     with self._lock:
       self._closes = True
       tickets = list(self._tickets.values())
-      self._lock.notify_all()
+    self._adapters.close()
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
     self._workers.shutdown(wait=True, cancel_futures=True)
@@ -223,78 +211,29 @@ class Sampler:
       self._results[id] = result
       self._open.pop(id, None)
       self._tickets.pop(id, None)
-      if self._journal.size > _LARGE:
+      if self._journal.size - self._began > _LARGE:
         self._journal.close()
         self._journal = self._compacted()
-      self._lock.notify_all()
     self._on_change()
 
   def _sample(self, id: str, op: Op) -> Result:
     path = op.args["path"]
-    name = None if path is None else self._use(path)
+    if path is not None:
+      self._adapters.use(path)
     try:
-      ticket = self._driver.engine.submit(_request(id, op, name), streams=False)
+      ticket = self._driver.engine.submit(_request(id, op, path), streams=False)
       with self._lock:
         self._tickets[id] = ticket
       return _result(op, ticket, Engine.collect(ticket))
     finally:
-      if name is not None:
-        with self._lock:
-          self._loaded[name] -= 1
-          self._lock.notify_all()
-
-  def _use(self, path: str) -> str:
-    """Loads a checkpoint into the engine, and marks it as used.
-
-    Raises:
-      ValueError: the bank is too small for it.
-    """
-    with self._lock:
-      while True:
-        if self._closes:
-          raise TinkerError("the service ends: send the request again")
-        if path in self._stale and not self._loaded.get(path):
-          self._unload(path)
-        if path in self._loaded and path not in self._stale:
-          break
-        if path not in self._loaded and self._fits(path):
-          self._loaded[path] = 0
-          break
-        self._lock.wait(1.0)
-      self._loaded[path] += 1
-      self._loaded.move_to_end(path)
-    return path
-
-  def _fits(self, path: str) -> bool:
-    """Loads a checkpoint; returns False if all others in the bank are in use."""
-    adapters = self._handed.pop(path, None)
-    if adapters is None:
-      adapters = self._load(checkpoints.parse(path))
-    while True:
-      try:
-        self._driver.call(lambda e: e.load_adapter(path, adapters), _LOAD_SECONDS)
-        return True
-      except ValueError:
-        idle = [name for name, used in self._loaded.items() if not used]
-        if idle:
-          self._unload(idle[0])
-        elif self._loaded:
-          self._handed[path] = adapters
-          return False
-        else:
-          raise
-
-  def _unload(self, path: str) -> None:
-    if path in self._loaded:
-      self._driver.call(lambda e: e.unload_adapter(path), _LOAD_SECONDS)
-      del self._loaded[path]
-    self._stale.discard(path)
+      if path is not None:
+        self._adapters.release(path)
 
   def _forget_after(self, id: str) -> None:
     if id not in self._retrieved:
       self._retrieved.append(id)
     while len(self._retrieved) > _KEPT_RESULTS:
-      self._results.pop(self._retrieved.popleft(), None)
+      self._results.pop(self._retrieved.popleft())
 
   def _reopened(self) -> journal.Journal:
     """Reads the journal of the process before, and returns a new one."""
@@ -313,7 +252,7 @@ class Sampler:
       )
     log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
-      del self._results[id]
+      self._results.pop(id)
     return self._compacted()
 
   def _compacted(self) -> journal.Journal:
@@ -326,6 +265,7 @@ class Sampler:
     journal.sync_folder(self._file.parent)
     log = journal.Journal(self._file)
     log.records.clear()
+    self._began = log.size
     return log
 
 

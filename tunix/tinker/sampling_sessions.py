@@ -10,7 +10,8 @@ import numpy as np
 from tunix.tinker import sampling
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.records import Records, missing
-from tunix.tinker.runs import Op, Result
+from tunix.tinker.results import Result
+from tunix.tinker.runs import Op
 from tunix.tinker.sampling import Sampler
 
 

@@ -23,7 +23,8 @@ from tunix.tinker.executor import Executor, adapters_of
 from tunix.tinker.learner import AdapterSpec, Learner
 from tunix.tinker.quotas import Quotas
 from tunix.tinker.records import Records, missing, now
-from tunix.tinker.runs import Op, Result, Run
+from tunix.tinker.results import Result
+from tunix.tinker.runs import Op, Run
 from tunix.tinker.sampling import Sampler
 from tunix.tinker.sampling_sessions import SamplingSessions
 from tunix.tinker.settings import TinkerSettings

@@ -37,6 +37,8 @@ class TinkerSettings:
     snapshot_steps: optimizer steps after which the state of a model is written whole. A
       restart repeats the requests since then.
     keep_results: number of results per model that stay after they were retrieved.
+    max_result_bytes: most bytes of a model's results. The oldest are dropped, whether
+      they were retrieved or not.
     wait_seconds: longest time in which `retrieve_future` waits before it answers
       `try_again`.
 
@@ -58,6 +60,7 @@ class TinkerSettings:
   keep_samplers: int = 8
   snapshot_steps: int = 16
   keep_results: int = 64
+  max_result_bytes: int = 128 * 2**20
   wait_seconds: float = 20.0
 
   def __post_init__(self):
@@ -74,6 +77,7 @@ class TinkerSettings:
       keep_samplers=checks.COUNT,
       snapshot_steps=checks.COUNT,
       keep_results=checks.NOT_NEGATIVE,
+      max_result_bytes=checks.BYTES,
       wait_seconds=checks.NOT_NEGATIVE,
     )
     for name, key in self.keys.items():

@@ -12,7 +12,7 @@ import numpy as np
 from tunix.tinker import protobuf
 from tunix.tinker.data import Row
 from tunix.tinker.errors import NotServedError, TinkerError
-from tunix.tinker.runs import Result
+from tunix.tinker.results import Result
 
 # Numbers of the protocol's data types, and the types of JSON.
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}

@@ -12,7 +12,8 @@ from typing import Any
 from tunix.tinker.errors import ServiceFailedError
 from tunix.tinker.executor import Executor
 from tunix.tinker.records import missing
-from tunix.tinker.runs import Op, Result, Run
+from tunix.tinker.results import Result
+from tunix.tinker.runs import Op, Run
 from tunix.tinker.settings import TinkerSettings
 from tunix.utils import io
 
@@ -48,7 +49,7 @@ class Worker:
         self._read(path)
 
   def _read(self, folder: pathlib.Path) -> None:
-    run = Run(folder, self._settings.keep_results)
+    run = Run(folder, self._settings)
     self._runs[run.id] = run
 
   def start(self, executor: Executor) -> None:
@@ -122,7 +123,7 @@ class Worker:
     """Adds a new run, whose `info` has its id and owner."""
     folder = self._folder / urllib.parse.quote(info["id"], safe="")
     with self.changed:
-      self._runs[info["id"]] = Run.create(folder, info, self._settings.keep_results)
+      self._runs[info["id"]] = Run.create(folder, info, self._settings)
 
   def accept(self, tenant: str, id: str, number: int, op: Op) -> None:
     """Writes a request to its run and wakes the thread; see `Run.accept`."""
