@@ -27,14 +27,18 @@ COMPILED = (
   "gemma4_e2b",
   "gemma_2b",
   "granite3p3_2b",
+  "granite4_1b",
   "llama3p2_1b",
+  "ministral3_3b",
   "mistral_7b_v0p3",
+  "nemotron_nano_9b_v2",
   "olmo2_1b",
   "olmo3_7b",
   "phi4_mini_3p8b",
   "qwen2p5_0p5b",
   "qwen3_0p6b",
   "qwen3_30b_a3b",
+  "qwen3p5_0p8b",
   "smollm3_3b",
 )
 
