@@ -24,9 +24,11 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 # CI runs these; the others are slow.
 IN_CI = ("gpt_oss_20b", "qwen3p5_0p8b", "gemma4_e2b", "nemotron_nano_9b_v2")
 SLOW = (
+  "deepseek_v3_671b",
   "gemma4_26b_a4b",
   "glm4p7_flash",
   "granite3p3_2b",
+  "granite4_1b",
   "ministral3_3b",
   "olmo3_7b",
   "phi4_mini_3p8b",

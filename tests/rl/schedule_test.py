@@ -173,6 +173,8 @@ def test_a_batch_that_hangs_ends_the_run_with_its_name():
     ours.train(data())
   released.set()
   ours.close()
+  for thread in sampler_threads():  # `close` waits only as long as a batch may take
+    thread.join(60)
   assert not sampler_threads()
 
 

@@ -145,7 +145,7 @@ def test_results_that_were_retrieved_are_dropped(tmp_path):
   made.training.optim_step("a", model, 12, {})
   assert made.wait("a", f"{model}:12", 60)
   made.close()
-  with pytest.raises(GoneError, match="was retrieved and then dropped"):
+  with pytest.raises(GoneError, match="was dropped, after it was retrieved"):
     made.result("a", f"{model}:1")
 
 
