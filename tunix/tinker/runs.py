@@ -178,8 +178,8 @@ class Run:
     if number <= self.done:
       raise GoneError(
         f"the result of request {number} of {self.id} was dropped, after it was "
-        "retrieved or because newer ones fill max_result_bytes; expected one retrieval, "
-        "soon. Keep results that you need"
+        "retrieved or because newer ones fill max_result_bytes; expected "
+        "an early retrieval. Keep results that you need"
       )
     raise NotFoundError(
       f"{self.id} has no request {number}; expected a number that was sent. Send the "
