@@ -21,7 +21,12 @@ def main(root: str, port: str) -> None:
   driver.start()
   keys = {f"tenant{i}": f"tml-{i}" for i in range(8)}
   settings = TinkerSettings(
-    root=pathlib.Path(root), lora_alpha=8.0, snapshot_steps=3, keys=keys, wait_seconds=2
+    max_models=10_000,  # a client that is killed leaves its model loaded
+    root=pathlib.Path(root),
+    lora_alpha=8.0,
+    snapshot_steps=3,
+    keys=keys,
+    wait_seconds=2,
   )
   service = Service(model, settings, name="toy", driver=driver)
   server.serve(
