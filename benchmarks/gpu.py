@@ -88,54 +88,76 @@ def median_ms(run: Callable[[], Any], passes: int = 10) -> float:
 
 
 def job_kernels(options: argparse.Namespace) -> None:
-  """Attention of a train step: error against float32, and time with its gradient."""
+  """Attention of a train step: errors of gradients, and time of value and gradient."""
+  import jax
+  import jax.numpy as jnp
+
+  for length in options.lengths:
+    rows = max(1, 16384 // length)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+      jax.random.normal(key, (rows, length, heads, 128), jnp.bfloat16)
+      for key, heads in zip(keys, (16, 8, 8, 16))
+    ]
+    parts = jnp.broadcast_to(jnp.arange(length) // 300, (rows, length))
+    for case, window, segments in (
+      ("causal", None, None),
+      ("window", 256, None),
+      ("segments", None, parts),
+    ):
+      for path in able_paths(length, segments is not None):
+        run = jax.jit(functools.partial(gradients, path, window, segments))
+        show(
+          length=length, rows=rows, case=case, path=path,
+          ms=median_ms(functools.partial(run, *arrays)),
+          errors=kernel_errors(path, window, segments, arrays),
+        )  # fmt: skip
+
+
+def able_paths(length: int, has_segments: bool) -> list[str]:
+  import jax
+
+  out = ["blockwise"]
+  if length <= 2048:  # else the scores take tens of GB
+    out.insert(0, "plain")
+  if jax.default_backend() == "gpu" and not has_segments:
+    out.append("cudnn")
+  return out
+
+
+def gradients(path: str, window: int | None, segments: Any, *arrays: Any) -> Any:
+  """Returns value and gradients of attention, of (query, key, value, weights)."""
   import jax
   import jax.numpy as jnp
 
   from tunix.models.transformer import attention_paths
   from tunix.models.transformer.visibility import Visibility
 
-  def loss(name, window, segments, q, k, v, w):
-    visible = Visibility(jnp.arange(q.shape[1]), segment_ids=segments, aligned=True)
-    out = attention_paths.attend(
-      q, k, v, visible, implementation=name, window=window
-    )
-    return jnp.sum(out.astype(jnp.float32) * w)
+  weights = arrays[-1]
+  slots = jnp.arange(weights.shape[1])
+  visible = Visibility(slots, segment_ids=segments, aligned=True)
 
-  for length in options.lengths:
-    rows = max(1, 16384 // length)
-    keys = jax.random.split(jax.random.key(0), 4)
-    draw = lambda key, heads, size=length, rows=rows: jax.random.normal(
-      key, (rows, size, heads, 128), jnp.bfloat16
-    )
-    arrays = [draw(k, n) for k, n in zip(keys, (16, 8, 8, 16))]
-    parts = jnp.broadcast_to(jnp.arange(length) // 300, (rows, length))
-    for features in ({}, {"window": 256}, {"segments": parts}):
-      window, segments = features.get("window"), features.get("segments")
-      exact = None
-      for name in ("plain", "blockwise", "cudnn"):
-        if (name == "plain" and length > 2048) or (name == "cudnn" and segments is not None):
-          continue
-        run = jax.jit(
-          jax.value_and_grad(functools.partial(loss, name, window, segments), (0, 1, 2))
-        )
-        few = [x[:1, :2048] for x in arrays]
-        some = None if segments is None else segments[:1, :2048]
-        small = jax.value_and_grad(functools.partial(loss, name, window, some), (0, 1, 2))
-        if exact is None:
-          wide = [x.astype(jnp.float32) for x in few]
-          plain = functools.partial(loss, "plain", window, some)
-          with jax.default_matmul_precision("highest"):
-            exact = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(*wide)[1]
-        found = jax.jit(small)(*few)[1]
-        errors = [
-          float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
-          for a, b in zip(found, exact)
-        ]
-        show(
-          length=length, rows=rows, case=next(iter(features), "causal"), path=name,
-          ms=median_ms(lambda: run(*arrays)), errors=[float(f"{e:.1e}") for e in errors],
-        )  # fmt: skip
+  def loss(query, key, value):
+    options = {"implementation": path, "window": window}
+    out = attention_paths.attend(query, key, value, visible, **options)
+    return jnp.sum(out.astype(jnp.float32) * weights)
+
+  return jax.value_and_grad(loss, (0, 1, 2))(*arrays[:-1])
+
+
+def kernel_errors(path: str, window: int | None, segments: Any, arrays: Any):
+  """Norms of the errors over those of the gradients, against float32; of one row."""
+  import jax
+  import jax.numpy as jnp
+
+  few = [x[:1, :2048] for x in arrays]
+  some = None if segments is None else segments[:1, :2048]
+  found = jax.jit(functools.partial(gradients, path, window, some))(*few)[1]
+  with jax.default_matmul_precision("highest"):
+    exact = jax.jit(functools.partial(gradients, "plain", window, some))
+    wanted = exact(*(x.astype(jnp.float32) for x in few))[1]
+  norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32)))
+  return [round(norm(a - b) / norm(b), 5) for a, b in zip(found, wanted)]
 
 
 # --- training ------------------------------------------------------------------------
@@ -202,8 +224,8 @@ def sft_tunix(options: argparse.Namespace, ids: np.ndarray) -> Figures:
     model = lora.apply(model, config)
 
   class Hooks:
-    clock = [time.perf_counter()]
-    losses = []
+    def __init__(self):
+      self.clock, self.losses = [time.perf_counter()], []
 
     def on_train_step_end(self, trainer, train_step, train_loss):
       del trainer, train_step
@@ -382,7 +404,9 @@ def job_grpo(options: argparse.Namespace) -> None:
   clock = Clock()
   phases = Phases(learner, clock)
   rng = np.random.default_rng(0)
-  prompts = rng.integers(3, 150_000, (options.steps, options.batch // 8, options.prompt))
+  prompts = rng.integers(
+    3, 150_000, (options.steps, options.batch // 8, options.prompt)
+  )
   learner.train({"prompts": rows.tolist()} for rows in prompts)
   medians = {
     name: statistics.median(part[name][0] for part in phases.parts[2:])

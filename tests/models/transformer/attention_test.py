@@ -191,6 +191,8 @@ def call_of(**changes):
     ("tpu", {"shared": True}, "blockwise"),
     ("gpu", {"shared": True}, "blockwise"),
     ("gpu", {}, "cudnn"),
+    ("gpu", {"scores": 512 * 512}, "cudnn"),
+    ("gpu", {"scores": 256 * 256}, "plain"),
     ("gpu", {"window": True}, "cudnn"),
     ("gpu", {"softcap": True}, "blockwise"),
     ("gpu", {"segments": True}, "blockwise"),
