@@ -49,7 +49,12 @@ def arguments() -> argparse.Namespace:
   parser.add_argument("--prompt", type=int, default=256)
   parser.add_argument("--new", type=int, default=256)
   parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
-  return parser.parse_args()
+  options = parser.parse_args()
+  if options.lib == "transformers" and (options.lora or options.packed):
+    parser.error(
+      "--lora and --packed are not written for --lib transformers: omit them"
+    )
+  return options
 
 
 def show(**figures: Any) -> None:
@@ -309,6 +314,7 @@ def sft_torch(options: argparse.Namespace, ids: np.ndarray) -> Figures:
 def job_decode(options: argparse.Namespace) -> None:
   """Greedy tokens a second of the engine (by path of attention) and of the sampler."""
   import jax
+  import jax.numpy as jnp
   from flax import nnx
 
   from benchmarks.adapter import complete, complete_padded
@@ -326,7 +332,7 @@ def job_decode(options: argparse.Namespace) -> None:
   prompts = [rng.integers(3, 150_000, options.prompt) for _ in range(options.batch)]
   lengths = [options.new] * options.batch
   total, found = options.batch * options.new, {}
-  kept = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
+  kept = 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
   read = size + kept * options.batch * (options.prompt + options.new / 2)
   chip = chip_of(jax.devices()[0])
 
@@ -348,7 +354,8 @@ def job_decode(options: argparse.Namespace) -> None:
 
   sampler = Sampler(model, Ids())
   measure("padded", lambda: complete_padded(sampler, prompts, lengths, options.batch))
-  paths = ("rows", "gather", "gpu_paged")
+  is_gpu = jax.default_backend() == "gpu"
+  paths = ("rows", "gather", *(["gpu_paged"] if is_gpu else []))
   for path in paths if options.attention == "auto" else (options.attention,):
     config = EngineConfig(
       slots=options.batch,
