@@ -42,6 +42,7 @@ LAYERS = {
 
 # Sideways between packages of one layer: only what the design names.
 SIDEWAYS = {
+  ("cli", "tunix.serve.rollouts"),
   ("cli", "tunix.serve.router"),
   ("cli", "tunix.serve.server"),
   ("cli", "tunix.serve.settings"),

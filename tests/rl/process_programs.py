@@ -1,5 +1,7 @@
 """What processes_test runs in each process: RANK PORT COUNT FOLDER JOB WHAT...."""
 
+import contextlib
+import functools
 import json
 import pathlib
 import shutil
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.rl import clusters
 from tests.rl.env import toy_envs
+from tests.rl.rollout import hosts
 from tunix.rl import local_arrays, reshard
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
@@ -25,6 +28,7 @@ from tunix.sft.metrics_logger import JsonlBackend, MetricsLoggerOptions
 from tunix.utils import coordination, mesh as mesh_lib, tree
 
 CALLS = []
+CLOSES = contextlib.ExitStack()
 TEXTS = []  # completions, in the order of the batches
 
 
@@ -50,7 +54,7 @@ def learner(job, folder, steps):
     ),
   }
   rewards = RewardManager([counted], rows_per_call=1)
-  if job.startswith("engines"):
+  if job.startswith(("engines", "hosts")):
     return engines(job, rewards, **options)
   if job == "ppo":
     cluster = clusters.cluster(clusters.model(), critic=True, **options)
@@ -76,7 +80,7 @@ class Fragile(toy_envs.Echo):
 
 
 def engines(job, rewards, **options):
-  """An engine in each process: "engines", "engines-env", "engines-lagged-env"."""
+  """Engines in each process, or on hosts: "engines-lagged-env", "hosts-lagged-env"."""
   if jax.process_count() == 1:  # two devices train, one of them samples as well
     mesh = mesh_lib.create_mesh({"tp": 1}, jax.devices()[:1])
     options["role_to_mesh"] = {Role.ROLLOUT: mesh}
@@ -89,13 +93,23 @@ def engines(job, rewards, **options):
     options["rollout"] |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
     limits = EpisodeConfig(max_turns=3, max_tokens=24)
     more = {"env": Fragile, "episodes": limits}
+  engine = "per_process"
+  if job.startswith("hosts"):
+    engine, options["rollout"]["engine_options"] = "remote", {"urls": host_urls()}
   cluster = clusters.cluster(
     clusters.model(),
-    rollout_engine="per_process",
+    rollout_engine=engine,
     **options,
   )
   config = GRPOConfig(num_generations=4, beta=0.0)
   return GRPOLearner(cluster, config, metric_fns=noted, **more)
+
+
+@functools.cache
+def host_urls():
+  """Serves a host in each process; the addresses of all."""
+  urls, _ = CLOSES.enter_context(hosts.served(lambda: hosts.make(slots=8)))
+  return [url for [url] in coordination.gather("hosts", urls)]
 
 
 def run(job, folder, steps, batches=4):
@@ -182,7 +196,10 @@ def refused(job, folder):
     ({"schedule": "greedy"}, "which one journal does not describe"),
     ({"schedule": "lagged", "rollout_engine": "vanilla"}, "started in another order"),
     ({"role_to_mesh": {Role.ROLLOUT: mine}}, "which is a device of process 1"),
-    ({"rollout_engine": "vllm"}, 'expected "per_process", "vanilla" or "padded"'),
+    (
+      {"rollout_engine": "vllm"},
+      "expected one of vanilla, per_process, padded, remote",
+    ),
   ]
   for options, part in cases:
     if "role_to_mesh" in options and jax.process_index() == 1:
@@ -235,6 +252,7 @@ def main() -> None:
   with jax.set_mesh(mesh_lib.create_mesh({"fsdp": jax.device_count()})):
     for name in sys.argv[6:]:
       globals()[name](job, folder)
+  CLOSES.close()
   print("done")
 
 

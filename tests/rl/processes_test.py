@@ -62,11 +62,13 @@ def test_processes_learn_what_one_learns(job, count, tmp_path):
     ("engines-env", ["whole", "cut"]),
     ("engines-lagged", ["whole", "cut"]),
     ("engines", ["whole", "cut", "refused"]),
+    ("hosts-lagged-env", ["whole", "cut"]),
+    ("hosts", ["whole"]),
   ],
 )
 def test_engines_of_processes_draw_what_one_engine_draws(job, what, tmp_path):
   one, many = tmp_path / "one", tmp_path / "many"
-  together(1, one, job, "whole", devices=2)
+  together(1, one, job.replace("hosts", "engines"), "whole", devices=2)
   together(2, many, job, *what, devices=2)
   texts = json.loads((one / "texts-0.json").read_text())
   assert len(texts) == 64

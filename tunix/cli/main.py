@@ -24,6 +24,7 @@ COMMANDS = {
   "generate": (".generate", "continue prompts with a model"),
   "chat": (".chat", "talk to a model"),
   "serve": (".serve", "answer HTTP requests with a model"),
+  "rollouts": (".rollouts", "sample for a run of RL on a host of its own"),
   "route": (".route", "pass HTTP requests on to several servers"),
   "parity": (".parity", "compare log-probabilities of decoding and scoring"),
   "eval": (".eval.main", "measure a model on files of data"),

@@ -1,4 +1,4 @@
-"""JSON over HTTP with a time limit, and errors that name a remedy."""
+"""JSON and bytes over HTTP with a time limit, and errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from tunix.generate.engine_rows import EngineError
 from tunix.utils import checks
 
+_JSON, _BYTES = "application/json", "application/octet-stream"
 _MAX_CONCURRENT = 256  # requests; the engine queues the ones that it cannot run yet
 
 
@@ -22,11 +23,12 @@ class Refused(ValueError):
 
   Attributes:
     status: HTTP status, 400 to 499.
+    code: short name of the error in an answer of OpenAI's form; None: it has none.
   """
 
-  def __init__(self, message: str, status: int):
+  def __init__(self, message: str, status: int, code: str | None = None):
     super().__init__(message)
-    self.status = status
+    self.status, self.code = status, code
 
 
 class Client:
@@ -56,7 +58,7 @@ class Client:
     self.url = url.rstrip("/")
     self._parts = parts
     self._timeout_s = timeout_s
-    self._headers = {"Content-Type": "application/json", **(headers or {})}
+    self._headers = dict(headers or {})
 
   def ask(self, method: str, path: str, body: Any = None) -> Any:
     """Sends one request and returns the parsed JSON; None for an empty answer.
@@ -66,8 +68,12 @@ class Client:
       EngineError: no server, no answer in time, an error inside the server, or an
         answer that is not JSON.
     """
-    status, data = self._exchange(method, path, body)
-    return self._parsed(path, status, data)
+    data = None if body is None else json.dumps(body).encode()
+    return self._parsed(path, *self._exchange(method, path, data, _JSON))
+
+  def send(self, path: str, data: Any) -> Any:
+    """POSTs bytes (an object with a buffer) and returns the parsed JSON; see `ask`."""
+    return self._parsed(path, *self._exchange("POST", path, data, _BYTES))
 
   def events(self, path: str, body: Any) -> Iterator[Any]:
     """POSTs a body and yields the server-sent events of the answer, parsed from JSON.
@@ -79,7 +85,7 @@ class Client:
       EngineError: see `ask`; also if an event is an error, or the answer ends before
         its last event, [DONE].
     """
-    with self._opened("POST", path, body) as response:
+    with self._opened("POST", path, json.dumps(body).encode(), _JSON) as response:
       if response.status >= 300:
         self._parsed(path, response.status, response.read())
       for line in response:
@@ -117,14 +123,17 @@ class Client:
         "engine's address?"
       ) from error
     if 400 <= status < 500:
-      raise Refused(f"{self.url}{path} refuses: {_message(answer)}", status)
+      text = f"{self.url}{path} refuses: {_message(answer)}"
+      raise Refused(text, status, _code(answer))
     if status >= 300:
       raise EngineError(f"{self.url}{path} failed ({status}): {_message(answer)}")
     return answer
 
-  def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+  def _exchange(
+    self, method: str, path: str, data: Any, kind: str
+  ) -> tuple[int, bytes]:
     deadline = time.monotonic() + self._timeout_s
-    with self._opened(method, path, body) as response:
+    with self._opened(method, path, data, kind) as response:
       # The timeout of the socket applies to one read. A server that sends one byte at a
       # time would never reach it, so the whole answer has a deadline too.
       parts = []
@@ -136,16 +145,16 @@ class Client:
 
   @contextlib.contextmanager
   def _opened(
-    self, method: str, path: str, body: Any
+    self, method: str, path: str, data: Any, kind: str
   ) -> Iterator[http.client.HTTPResponse]:
     """Sends a request; errors of the connection become EngineError."""
     secure = self._parts.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(self._parts.netloc, timeout=self._timeout_s)
-    data = None if body is None else json.dumps(body).encode()
+    opened = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = opened(self._parts.netloc, timeout=self._timeout_s)
     try:
       place = self._parts.path.rstrip("/") + path
-      connection.request(method, place, data, self._headers)
+      headers = {"Content-Type": kind, **self._headers}
+      connection.request(method, place, data, headers)
       yield connection.getresponse()
     except TimeoutError as error:
       raise EngineError(
@@ -159,6 +168,11 @@ class Client:
       ) from error
     finally:
       connection.close()
+
+
+def _code(answer: Any) -> str | None:
+  error = answer.get("error") if isinstance(answer, dict) else None
+  return error.get("code") if isinstance(error, dict) else None
 
 
 def _message(answer: Any) -> str:

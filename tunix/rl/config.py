@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import optax
@@ -162,7 +162,8 @@ class ClusterConfig:
       is missing too, or this is None, the arrays of the role stay where they are.
     rollout_engine: "vanilla" (our engine; the padded sampler for models that do not
       suit it), "per_process" (our engine, one in each process, on its own devices;
-      `role_to_mesh` may give Role.ROLLOUT a mesh of them), "padded" (always the padded
+      `role_to_mesh` may give Role.ROLLOUT a mesh of them), "remote" (our engine, on
+      hosts that run `tunix rollouts`, see `RemoteRollout`), "padded" (always the padded
       sampler), "vllm", "sglang_jax", or a subclass of BaseRollout.
     offload_to_cpu: if True, reference, reward model and critic are kept in host memory
       between uses.
@@ -219,9 +220,7 @@ class ClusterConfig:
 
   def widest_rollout(self) -> RolloutConfig:
     """Returns Mode.TRAIN's config with a KV cache that fits all modes."""
-    sizes = [c.kv_cache_size for c in self._modes()]
-    largest = None if None in sizes else max(filter(None, sizes))
-    return dataclasses.replace(self.rollout(Mode.TRAIN), kv_cache_size=largest)
+    return widest(self.rollout(Mode.TRAIN), self._modes())
 
   def rollout(self, mode: Mode) -> RolloutConfig:
     """Returns the sampling settings of a mode; Mode.TRAIN's for a missing mode."""
@@ -229,3 +228,10 @@ class ClusterConfig:
     if not isinstance(config, Mapping):
       return config
     return config.get(mode, config[Mode.TRAIN])
+
+
+def widest(config: RolloutConfig, others: Iterable[RolloutConfig]) -> RolloutConfig:
+  """Returns a config with a KV cache that fits other ones, too."""
+  sizes = [c.kv_cache_size for c in (config, *others)]
+  largest = None if None in sizes else max(filter(None, sizes))
+  return dataclasses.replace(config, kv_cache_size=largest)

@@ -55,7 +55,7 @@ METRICS = (
     "perf/exchange_wait_sec",
     "s",
     "time in which process 0 had drawn its completions and waited for those of others",
-    condition="with `rollout.engine=per_process` and several processes",
+    condition="with `rollout.engine=per_process` or `remote`, and several processes",
   ),
 )
 

@@ -37,12 +37,12 @@ class Weights:
 
   Attributes:
     version: version of the policy.
-    arrays: parameters by path, on the devices of the model that samples; `put` gives
-      them its layout.
+    arrays: parameters by path, on the devices of the model that samples, where `put`
+      gives them its layout; or NumPy arrays, for engines on other hosts.
   """
 
   version: PolicyVersion
-  arrays: Mapping[str, jax.Array]
+  arrays: Mapping[str, Any]
 
 
 class WeightSyncError(RuntimeError):

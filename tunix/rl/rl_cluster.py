@@ -313,16 +313,12 @@ class RLCluster:
 
   def weights(self) -> Weights:
     """Returns the actor's weights of the last `sync_weights`, for `load_weights`."""
-    return Weights(
-      version=self.version,
-      arrays=placement.sent(self.actor_trainer.model, self.rollout.model()),
-    )
+    arrays = self.rollout.weights_of(self.actor_trainer.model)
+    return Weights(version=self.version, arrays=arrays)
 
   def load_weights(self, weights: Weights) -> None:
     """Gives the engine weights of now or earlier; called by the thread that samples."""
-    model = self.rollout.model()
-    placement.put(model, weights.arrays)
-    self.rollout.update_params(model, weights.version)
+    self.rollout.load(weights)
 
   @property
   def version(self) -> PolicyVersion:

@@ -18,11 +18,12 @@ from tunix.utils import mesh as mesh_lib
 ENGINES = {
   "vanilla": "tunix.rl.rollout.vanilla_rollout:VanillaRollout",
   "per_process": "tunix.rl.rollout.per_process_rollout:PerProcessRollout",
+  "remote": "tunix.rl.rollout.remote_rollout:RemoteRollout",
   "padded": "tunix.rl.rollout.vanilla_rollout:PaddedRollout",
   "vllm": "tunix.rl.rollout.vllm_rollout:VllmRollout",
   "sglang_jax": "tunix.rl.rollout.sglang_jax_rollout:SglangJaxRollout",
 }
-PER_PROCESS = "per_process"
+PER_PROCESS, REMOTE = "per_process", "remote"
 
 
 def mesh_of(config: ClusterConfig, role: Role) -> Mesh | None:
@@ -34,11 +35,11 @@ def mesh_of(config: ClusterConfig, role: Role) -> Mesh | None:
 def meshes(config: ClusterConfig, actor: nnx.Module | str) -> dict[str, Any]:
   """Maps each role to its mesh.
 
-  Roles without a mesh are missing, and so is an engine in each process, whose meshes
-  are no part of the others'.
+  Roles without a mesh are missing, and so are engines in each process or on other
+  hosts, whose meshes are no part of the others'.
   """
   out: dict[str, Any] = {role.value: mesh_of(config, role) for role in Role}
-  if config.rollout_engine == PER_PROCESS:
+  if config.rollout_engine in (PER_PROCESS, REMOTE):
     del out[Role.ROLLOUT.value]
   if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
     out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
@@ -77,6 +78,8 @@ def make_rollout(
   # `mesh_of` of the arrays finds no mesh of one device, so that of the role is first.
   actor_mesh = mesh_of(config, Role.ACTOR) or mesh_lib.mesh_of(nnx.state(actor))
   actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
+  if engine.is_remote:
+    return engine(None, tokenizer, config.widest_rollout())
   if engine.is_per_process:
     rollout_mesh = (config.role_to_mesh or {}).get(Role.ROLLOUT)
     if rollout_mesh is None:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from tunix.models import calling
 from tunix.models.transformer import route_records
+from tunix.rl import roles
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
@@ -99,10 +100,11 @@ def _check_processes(cluster: RLCluster) -> None:
         "with several processes every role needs a mesh over all devices; set it with "
         "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
       )
-  if cluster.cluster_config.rollout_engine not in vanilla_rollout.NAMES:
+  names = (*vanilla_rollout.NAMES, roles.REMOTE)
+  if cluster.cluster_config.rollout_engine not in names:
     raise ValueError(
       f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
-      'processes expected "per_process", "vanilla" or "padded"'
+      f"processes expected one of {', '.join(names)}"
     )
 
 
@@ -113,6 +115,11 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
     ValueError: an engine, an algorithm or a placement does not allow it.
   """
   name = cluster.cluster_config.training_config.schedule
+  if name == "greedy" and cluster.rollout.is_remote:
+    raise ValueError(
+      "schedule is 'greedy', whose journal describes one engine in this process, and "
+      "the engines are on other hosts: set schedule to lagged"
+    )
   if jax.process_count() > 1:
     _check_processes_overlap(cluster, name)
   if config.collects_batches:
@@ -122,7 +129,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
       "dynamic_sampling to False, or schedule to sync"
     )
   try:
-    engine = cluster.rollout.model()
+    engine = None if cluster.rollout.is_remote else cluster.rollout.model()
   except TypeError:
     raise ValueError(
       f"rollout_engine is {type(cluster.rollout).__name__}, whose weights are in "

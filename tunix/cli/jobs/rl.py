@@ -27,7 +27,7 @@ from tunix.rl.config import (
 )
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
-from tunix.rl.roles import PER_PROCESS
+from tunix.rl.roles import PER_PROCESS, REMOTE
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
@@ -42,9 +42,15 @@ def build_learner(run: Loaded) -> RLLearner:
 
   Raises:
     FileNotFoundError, ImportError, ValueError: models or rewards that do not fit; or a
-      plan of an engine in each process.
+      plan of an engine in each process or on other hosts.
   """
   config: RLRun = run.config
+  if run.of_shapes and config.rollout.engine == REMOTE:
+    raise ValueError(
+      f"rollout.engine is {REMOTE}, and `tunix plan` plans devices of one program: add "
+      "--rollout.engine=vanilla --rl.rollout_hosts=[] --rl.rollout_mesh='{tp: N}' to "
+      "plan both sides, the last N devices as a host's"
+    )
   if run.of_shapes and config.rollout.engine == PER_PROCESS:
     raise ValueError(
       f"rollout.engine is {PER_PROCESS}, whose copies of the weights `tunix plan` does "
@@ -140,6 +146,9 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
     options["max_tokens_to_generate"] = config.episode.max_tokens
   options["seed"] = config.seed if section.seed is None else section.seed
   options["stop_strings"] = section.stop_strings or None
+  if config.rl.rollout_hosts:
+    urls = {"urls": config.rl.rollout_hosts}
+    options["engine_options"] = {**section.engine_options, **urls}
   train = RolloutConfig(**options)
   if section.eval_temperature is None:
     return {Mode.TRAIN: train}

@@ -45,7 +45,8 @@ class RolloutSettings(RolloutConfig):
     engine: engine that samples. vanilla is the library's own engine, or its padded
       sampler for models that do not suit the engine; padded is always that sampler.
       per_process is the library's own engine in each process, on the devices of the
-      process, which draws its share of each batch.
+      process, which draws its share of each batch. remote is the library's own engine
+      on other hosts, see rl.rollout_hosts.
     engine_options: options of vllm or sglang_jax, passed to them as they are.
   """
 
@@ -54,7 +55,9 @@ class RolloutSettings(RolloutConfig):
   eval_temperature: float | None = None
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
   stop_strings: tuple[str, ...] = ()
-  engine: Literal["vanilla", "per_process", "padded", "vllm", "sglang_jax"] = "vanilla"
+  engine: Literal[
+    "vanilla", "per_process", "remote", "padded", "vllm", "sglang_jax"
+  ] = "vanilla"
 
   def __post_init__(self):
     super().__post_init__()
@@ -77,12 +80,15 @@ class RLSettings(ScheduleSettings, PromptSizes):
       uses.
     rollout_mesh: number of devices by axis, of devices that only sample: {tp: 4}. They
       are the last ones, and `mesh` has the others. {}: the devices of `mesh` sample.
+    rollout_hosts: addresses of the hosts that sample with rollout.engine=remote, such
+      as http://10.0.0.2:8700. `tunix rollouts` runs on them.
   """
 
   reference: str | None = model_setting("reference")
   shuffle_seed: int | None = None
   offload_to_cpu: bool = setting(False, may_change=True)
   rollout_mesh: dict[str, int] = setting(default_factory=dict, may_change=True)
+  rollout_hosts: tuple[str, ...] = setting((), may_change=True)
 
   def __post_init__(self):
     mesh_axes.check_rollout(self.rollout_mesh)
@@ -179,6 +185,12 @@ class RLRun(RunSettings):
         f"rl.rollout_mesh is {self.rl.rollout_mesh} and rollout.engine "
         f"{self.rollout.engine!r}, which has devices of its own. Leave rl.rollout_mesh "
         "out, or set rollout.engine to vanilla"
+      )
+    if bool(self.rl.rollout_hosts) != (self.rollout.engine == "remote"):
+      raise ValueError(
+        f"rl.rollout_hosts is {list(self.rl.rollout_hosts)} and rollout.engine "
+        f"{self.rollout.engine!r}: set rollout.engine to remote and rl.rollout_hosts "
+        "to the addresses of its hosts, or neither"
       )
     if self.env is not None and (self.data.template_args or self.data.chat is False):
       raise ValueError(

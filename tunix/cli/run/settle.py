@@ -75,6 +75,14 @@ def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:
   """
   # Without max_steps the data is read once.
   config = keys.with_value(config, "data.num_epochs", build_data.epochs(config))
+  config = settle_model(config)
+  rate, args = optimizer.settle_rate(config, num_steps)
+  config = keys.with_value(config, "training.learning_rate", rate)
+  return keys.with_value(config, "schedule.args", args)
+
+
+def settle_model(config: RunSettings) -> RunSettings:
+  """Fills in the values that decide the parameters of the model that is trained."""
   if config.lora is not None and config.lora.modules_to_save is None:
     # The head of scores is drawn at random, and would stay so if it were frozen.
     names = () if config.fits_adapter else ("score",)
@@ -84,9 +92,7 @@ def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:
     # nearly all are at the usual learning rates. Frozen weights below adapters keep
     # null, the checkpoint's dtype.
     config = keys.with_value(config, "model.param_dtype", "float32")
-  rate, args = optimizer.settle_rate(config, num_steps)
-  config = keys.with_value(config, "training.learning_rate", rate)
-  return keys.with_value(config, "schedule.args", args)
+  return config
 
 
 def absolute_paths(config: RunSettings) -> RunSettings:

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.generate import batching, layout
 from tunix.generate.engine.engine import Engine
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
+from tunix.rl import placement
+from tunix.rl.placement import Weights
 from tunix.utils import checks
 
 
@@ -157,14 +160,16 @@ class BaseRollout(abc.ABC):
     version: version of the engine's weights; None before the first `update_params`.
     sampler: name of the sampler that draws, for an engine that has several whose tokens
       may differ; it is part of a checkpoint. None: there is one.
-    is_per_process: True if each process samples its share of a batch, from weights on
-      its own devices; the class is then made with such a model.
-    mesh: the mesh that is current while such an engine samples; else None.
+    is_per_process: True if each process samples its share of a batch. The class is then
+      made with a model on the process's own devices, unless `is_remote`.
+    is_remote: True if our own engines sample on other hosts, see `RemoteRollout`.
+    mesh: the mesh that is current while an engine in each process samples; else None.
   """
 
   version: Any = None
   sampler: str | None = None
   is_per_process: ClassVar[bool] = False
+  is_remote: ClassVar[bool] = False
   mesh: Mesh | None = None
 
   def use_sampler(self, name: str) -> None:
@@ -173,10 +178,11 @@ class BaseRollout(abc.ABC):
     Raises:
       ValueError: the engine has no sampler of this name.
     """
-    raise ValueError(
-      f"the run was begun with the sampler {name!r}, and {type(self).__name__} has "
-      f"only {self.sampler!r}: resume with the rollout engine of that run"
-    )
+    if name != self.sampler:
+      raise ValueError(
+        f"the run was begun with the sampler {name!r}, and {type(self).__name__} has "
+        f"only {self.sampler!r}: resume with the rollout engine of that run"
+      )
 
   @abc.abstractmethod
   def generate(
@@ -232,3 +238,16 @@ class BaseRollout(abc.ABC):
       TypeError: the weights are in another process.
     """
     raise TypeError(f"{type(self).__name__} holds no nnx.Module")
+
+  def weights_of(self, actor: nnx.Module) -> Mapping[str, Any]:
+    """Returns the actor's weights of now, for a later `load`, by path.
+
+    The learner's thread calls it. It starts no program on the devices of the engine.
+    """
+    return placement.sent(actor, self.model())
+
+  def load(self, weights: Weights) -> None:
+    """Takes weights of now or earlier; the thread that samples calls it."""
+    model = self.model()
+    placement.put(model, weights.arrays)
+    self.update_params(model, weights.version)

@@ -1,4 +1,4 @@
-"""Actions of episodes, drawn by our engine or by any rollout engine."""
+"""Actions of episodes, drawn by our engine, here or elsewhere, or by any other."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def turns(
   """
   if rollout.is_per_process:
     key = local_arrays.key_here(key)
+  if rollout.is_remote:
+    far: Any = rollout
+    sizes = {"episodes": episodes, "limit": limit, "first": first}
+    with far.policy(config, key, **sizes) as policy:
+      yield policy
+    return
   with rollout.session(episodes, limit) as engine:
     if engine is None:
       assert not first  # a share of a batch is drawn by an engine of this process

@@ -1,0 +1,314 @@
+"""The engine of a run on a host of its own, as its methods are called over HTTP.
+
+    the run: RemoteRollout            this host: RolloutHost
+      take      ----------------------> a run takes the host over
+      begin, part, end ---------------> weights, if their stamps differ
+      generate  ----------------------> completions
+      open, poll, close --------------> actions of episodes
+
+The host has the same model as the run, from the same configuration. Arguments and
+results are JSON (json_arrays.py); the bits of arrays are kept. `serve/rollouts.py` has
+the routes, and calls the methods in one thread, in the order of their arrival.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tunix.rl import weight_sync
+from tunix.rl.env.policy import Draw
+from tunix.rl.rollout import shared_rollout, turns
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+from tunix.sft.module_state import trained_variables
+from tunix.utils import json_arrays, mesh as mesh_lib
+
+# Codes of `HostError`.
+OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
+
+
+class HostError(Exception):
+  """A call that does not fit the state of the host.
+
+  Attributes:
+    code: OTHER_OWNER: the caller has not taken the host, or another run has taken it
+      since. OTHER_WEIGHTS: the host has other weights than the call names.
+  """
+
+  def __init__(self, message: str, code: str):
+    super().__init__(message)
+    self.code = code
+
+
+class RolloutHost:
+  """The engine of a run, and the weights that it draws with.
+
+  Args:
+    model: a model like the run's actor, on the devices of this process.
+    tokenizer: tokenizer of the run.
+    config: sampling settings of the run; of evaluations too, if their rows are longer.
+
+  Attributes:
+    stamp: content stamp of the weights; "" while new ones arrive.
+    draws: number of calls that drew, for metrics.
+  """
+
+  def __init__(self, model: nnx.Module, tokenizer: Any, config: RolloutConfig):
+    self._model, self._mesh = model, mesh_lib.mesh_of(nnx.state(model))
+    config = dataclasses.replace(config, engine_options={})
+    with mesh_lib.use_mesh(self._mesh):
+      self._rollout = VanillaRollout(model, tokenizer, config)
+      self.stamp = weight_sync.policy_stamp(model)
+    self._variables = trained_variables(model)
+    # A run that finds another number knows that this process has begun anew.
+    self.life = uuid.uuid4().hex
+    self.draws = 0
+    self._owner: str | None = None
+    self._arriving: _Array | None = None
+    self._missing: set[str] = set()
+    self._policy: Any = None
+    self._session = contextlib.ExitStack()
+
+  @property
+  def methods(self) -> Mapping[str, Callable[..., Any]]:
+    """The methods that may be called, by name."""
+    names = ("take", "begin", "part", "end", "generate", "open", "poll", "close")
+    return {name: getattr(self, name) for name in names}
+
+  def take(self, owner: str, life: str | None) -> dict[str, Any]:
+    """Gives the host to a run; what an earlier run left is dropped.
+
+    Args:
+      owner: name of the run's process, which all its further calls give.
+      life: the life in which the run has taken the host before; None: it has not.
+
+    Returns:
+      {"life": number of this process's life, "stamp": of the weights, "vocab_size":
+      number of ids of the model or None}.
+
+    Raises:
+      HostError: another run has taken the host in this life since.
+    """
+    if owner != self._owner:
+      if life == self.life:
+        self._check_owner(owner)
+      self._leave()
+      self._owner = owner
+    sizes = getattr(self._model, "config", None)
+    vocab_size = getattr(sizes, "vocab_size", None)
+    return {"life": self.life, "stamp": self.stamp, "vocab_size": vocab_size}
+
+  # Weights.
+
+  def begin(self, owner: str, arrays: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Begins to take new weights. Until `end`, the host draws nothing.
+
+    Args:
+      owner: see `take`.
+      arrays: {path: (dtype, shape)} of the parameters that are trained.
+
+    Raises:
+      ValueError: the host's model has other ones.
+    """
+    self._check_owner(owner)
+    held = {
+      path: (str(variable.get_value().dtype), list(variable.get_value().shape))
+      for path, variable in self._variables.items()
+    }
+    given = {path: (dtype, list(shape)) for path, (dtype, shape) in arrays.items()}
+    if given != held:
+      path = sorted(p for p in given.keys() | held if given.get(p) != held.get(p))[0]
+      raise ValueError(
+        f"the run trains {path!r} as {given.get(path)}, and the host has "
+        f"{held.get(path)}: start the host with the configuration of the run"
+      )
+    self._leave()
+    self._missing, self._arriving = set(given), None
+    self.stamp = ""
+
+  def part(self, owner: str, path: str, start: int, data: bytes) -> None:
+    """Takes a part of a parameter. The parts of one arrive in order.
+
+    Args:
+      owner: see `take`.
+      path: path of the parameter.
+      start: number of the first byte.
+      data: the bytes.
+
+    Raises:
+      ValueError: no such part is expected.
+    """
+    self._check_owner(owner)
+    if path not in self._missing:
+      raise ValueError(f"parameter {path!r} is not expected: call begin first")
+    variable = self._variables[path]
+    if start == 0:
+      self._arriving = _Array(path, variable.get_value())
+    array = self._arriving
+    if array is None or array.path != path or not array.takes(start, data):
+      raise ValueError(f"{len(data)} bytes of {path!r} from {start} are not expected")
+    if array.add(data):
+      variable.set_value(array.value())
+      self._missing.remove(path)
+      self._arriving = None
+
+  def end(self, owner: str, stamp: str) -> None:
+    """Completes new weights.
+
+    Raises:
+      ValueError: a parameter is missing, or the weights have another stamp.
+    """
+    self._check_owner(owner)
+    if self._missing:
+      raise ValueError(f"{len(self._missing)} parameters have not arrived")
+    with mesh_lib.use_mesh(self._mesh):
+      found = weight_sync.policy_stamp(self._model)
+    if found != stamp:
+      raise ValueError(
+        f"with the run's trained weights the host has the stamp {found}, and the run "
+        f"has {stamp}: their frozen weights differ. Start the host with the "
+        "configuration of the run, and the same model"
+      )
+    self.stamp = stamp
+
+  # Completions and episodes.
+
+  def generate(
+    self,
+    owner: str,
+    stamp: str,
+    prompts: list[Any],
+    config: dict[str, Any],
+    num_generations: int,
+    seed: Any,
+    first_prompt: int,
+  ) -> dict[str, Any]:
+    """Draws completions; see `BaseRollout.generate` and `shared_rollout.to_json`."""
+    self._check(owner, stamp)
+    self._leave()
+    with mesh_lib.use_mesh(self._mesh):
+      out = self._rollout.generate(
+        json_arrays.decoded(prompts),
+        RolloutConfig(**config),
+        num_generations=num_generations,
+        seed=seed_from_json(seed),
+        first_prompt=first_prompt,
+      )
+    self.draws += 1
+    return shared_rollout.to_json(out)
+
+  def open(
+    self,
+    owner: str,
+    stamp: str,
+    config: dict[str, Any],
+    seed: Any,
+    episodes: int,
+    limit: int,
+    first: int,
+  ) -> None:
+    """Begins a batch of episodes; see `turns.turns`.
+
+    Raises:
+      ValueError: the model is for the padded sampler.
+    """
+    self._check(owner, stamp)
+    self._leave()
+    if self._rollout.sampler != "engine":
+      raise ValueError(
+        "the model of this host is for the padded sampler, which draws no episodes "
+        "here: use a model and a mesh that suit the engine (engine_sampler.suits)"
+      )
+    options = {"episodes": episodes, "limit": limit, "first": first}
+    with mesh_lib.use_mesh(self._mesh):
+      drawing = turns.turns(
+        self._rollout, RolloutConfig(**config), seed_from_json(seed), **options
+      )
+      self._policy = self._session.enter_context(drawing)
+
+  def poll(self, owner: str, draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Takes actions to draw, and works on all for a bounded time; see `Policy`.
+
+    Returns:
+      The actions that are ready.
+    """
+    self._check_owner(owner)
+    if self._policy is None:
+      raise ValueError("no batch of episodes is open: call open first")
+    with mesh_lib.use_mesh(self._mesh):
+      self._policy.submit([Draw(**json_arrays.decoded(draw)) for draw in draws])
+      done = self._policy.poll() if self._policy.open else []
+    self.draws += 1
+    return json_arrays.encoded([drawn._asdict() for drawn in done])
+
+  def close(self, owner: str) -> None:
+    """Ends a batch of episodes."""
+    self._check_owner(owner)
+    self._leave()
+
+  def _leave(self) -> None:
+    """Ends the episodes that are open."""
+    self._policy = None
+    with mesh_lib.use_mesh(self._mesh):
+      self._session.close()
+
+  def _check(self, owner: str, stamp: str) -> None:
+    self._check_owner(owner)
+    if stamp != self.stamp:
+      raise HostError(
+        f"the host has the weights {self.stamp or 'of no version'}, and {stamp} is to "
+        "draw: send them first",
+        OTHER_WEIGHTS,
+      )
+
+  def _check_owner(self, owner: str) -> None:
+    if owner != self._owner:
+      raise HostError("another run has taken this host, or none has", OTHER_OWNER)
+
+
+class _Array:
+  """A parameter that arrives in parts."""
+
+  def __init__(self, path: str, held: jax.Array):
+    self.path, self._held = path, held
+    self._bytes, self._filled = bytearray(held.nbytes), 0
+
+  def takes(self, start: int, data: bytes) -> bool:
+    return start == self._filled and start + len(data) <= len(self._bytes)
+
+  def add(self, data: bytes) -> bool:
+    """Adds the next part; returns True if it was the last one."""
+    end = self._filled + len(data)
+    self._bytes[self._filled : end], self._filled = data, end
+    return end == len(self._bytes)
+
+  def value(self) -> Any:
+    """Returns the array on the devices of the one that it replaces."""
+    held = self._held
+    whole = np.frombuffer(self._bytes, held.dtype).reshape(held.shape)
+    return mesh_lib.put(whole, held.sharding)
+
+
+def seed_to_json(seed: Any) -> Any:
+  """Returns a seed (an int, a jax.random key, or None) as JSON."""
+  if not isinstance(seed, jax.Array):
+    return seed
+  words = np.asarray(jax.random.key_data(seed)).tolist()
+  return {"impl": str(jax.random.key_impl(seed)), "words": words}
+
+
+def seed_from_json(saved: Any) -> Any:
+  """Returns the seed of `seed_to_json`."""
+  if not isinstance(saved, dict):
+    return saved
+  words = jnp.asarray(saved["words"], jnp.uint32)
+  return jax.random.wrap_key_data(words, impl=saved["impl"])

@@ -1,0 +1,150 @@
+"""A host that samples for a run, as the run sees it: its calls, and its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tunix.generate.engine_http import Client, Refused
+from tunix.generate.engine_rows import EngineError
+from tunix.rl.placement import Weights
+from tunix.rl.rollout import host as host_lib
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# A host holds a request for at most 10 s, and longer calls are asked for again. So a
+# host that is gone is noticed within this time, however long it draws.
+_TIMEOUT_S = 60.0
+_PART_BYTES = 32 << 20
+_LOOK_S = 1.0  # between two attempts to reach a host
+
+
+class RemoteError(RuntimeError):
+  """A call failed on a host, or another run has taken the host."""
+
+
+class RemoteHost:
+  """One host of a run. One thread at a time uses it.
+
+  Args:
+    url: its address, such as "http://10.0.0.2:8700".
+    key: its API key; None: it has none.
+    timeout_s: longest time of one call.
+    lost_s: time in which a host that gives no answer may come back.
+
+  Attributes:
+    is_open: True while the host works on a batch of episodes of this run.
+    vocab_size: number of ids of its model; None: unknown.
+  """
+
+  def __init__(self, url: str, key: str | None, timeout_s: float, lost_s: float):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    self._client = Client(url, _TIMEOUT_S, headers)
+    self._timeout_s, self._lost_s = timeout_s, lost_s
+    self._owner = uuid.uuid4().hex
+    self._known: str | None = None  # the life in which this run has taken the host
+    self._stamp = ""
+    self.is_open, self.vocab_size = False, None
+
+  @property
+  def url(self) -> str:
+    """Address of the host."""
+    return self._client.url
+
+  def run(self, weights: Weights, work: Callable[[], T]) -> T:
+    """Runs work that calls the host, which draws with some weights then.
+
+    If the host is lost, the work runs again when it is back. What it draws depends on
+    nothing else, so the result is the same.
+
+    Args:
+      weights: sent first if the host has others.
+      work: function that makes calls.
+
+    Raises:
+      RemoteError: a call failed, another run has taken the host, or it did not come
+        back in time.
+    """
+    lost_at = None
+    while True:
+      try:
+        self._prepare(weights)
+        return work()
+      except Refused as error:
+        # Its process has begun anew between two calls, and `_prepare` will see it.
+        if error.code not in (host_lib.OTHER_OWNER, host_lib.OTHER_WEIGHTS):
+          raise RemoteError(str(error)) from error
+        problem: Exception = error
+      except EngineError as error:
+        problem = error
+      self._stamp, self.is_open, now = "", False, time.monotonic()
+      if lost_at is None:
+        lost_at = now
+        _log.warning("waiting for a host that samples: %s", problem)
+      if now - lost_at > self._lost_s:
+        raise RemoteError(
+          f"{self.url} did not come back within {self._lost_s:g} s (lost_s): {problem}"
+        ) from problem
+      time.sleep(_LOOK_S)
+
+  def call(self, method: str, **arguments: Any) -> Any:
+    """Calls a method of `RolloutHost`, and waits for its end.
+
+    Raises:
+      EngineError: the host gives no answer.
+      Refused: the call does not fit the state of the host.
+      RemoteError: the call failed, or took longer than `timeout_s`.
+    """
+    body = {"method": method, "arguments": {"owner": self._owner, **arguments}}
+    return self._ended(method, self._client.ask("POST", "/rollouts/call", body))
+
+  def _ended(self, method: str, answer: dict[str, Any]) -> Any:
+    """Waits for the end of a call whose first answer is given; see `call`."""
+    end = time.monotonic() + self._timeout_s
+    while not answer["is_done"]:
+      if time.monotonic() > end:
+        raise RemoteError(
+          f"{method} at {self.url} has no result after {self._timeout_s:g} s "
+          "(timeout_s): draw fewer or shorter completions at once, or raise timeout_s"
+        )
+      answer = self._client.ask("POST", "/rollouts/answer", {"call": answer["call"]})
+    if "error" in answer:
+      raise RemoteError(f"{method} failed at {self.url}: {answer['error']}")
+    return answer["value"]
+
+  def _prepare(self, weights: Weights) -> None:
+    """Takes the host, and sends weights if it has others."""
+    stamp = weights.version.stamp
+    if self._known is not None and self._stamp == stamp:
+      return
+    try:
+      state = self.call("take", life=self._known)
+    except Refused as error:
+      raise RemoteError(f"{error}. Start a host for each run") from error
+    self._known, self.vocab_size = state["life"], state["vocab_size"]
+    if state["stamp"] != stamp:
+      self._send(weights)
+    self._stamp = stamp
+
+  def _send(self, weights: Weights) -> None:
+    """Sends weights, one part of a parameter at a time."""
+    arrays = weights.arrays
+    forms = {path: (str(x.dtype), list(x.shape)) for path, x in arrays.items()}
+    self.call("begin", arrays=forms)
+    for path, x in arrays.items():
+      # bfloat16 has no buffer of its own.
+      plain: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+      data = memoryview(plain)
+      for start in range(0, len(data), _PART_BYTES):
+        query = {"owner": self._owner, "path": path, "start": start}
+        place = f"/rollouts/part?{urllib.parse.urlencode(query)}"
+        part = data[start : start + _PART_BYTES]
+        self._ended("part", self._client.send(place, part))
+    self.call("end", stamp=weights.version.stamp)
