@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
+from tunix.cli.jobs.rl_settings import RLRun
+from tunix.cli.run import tiny
 from tunix.utils import env
 
 SOON = 120  # seconds; compilation on a busy machine is the longest part
@@ -93,11 +95,21 @@ def test_engine_and_hosts_belong_together(keys, more, part):
   assert part in str(raised.value)
 
 
+def test_a_tiny_run_leaves_the_hosts_alone(keys):
+  """They have the real model, and may be sampling for a run."""
+  far = {"rollout__engine": "remote", "rl__rollout_hosts": "[http://a:1]"}
+  far["rollout__engine_options"] = "{lost_s: 600}"
+  config = tiny.load(runs.arguments(**(keys | far)))
+  assert isinstance(config, RLRun) and config.rollout.engine == "vanilla"
+  assert not config.rl.rollout_hosts and not config.rollout.engine_options
+
+
 @pytest.mark.parametrize(
   ("words", "part"),
   [
     (["--job=sft"], "job is sft, expected grpo or ppo"),
     (["--job=grpo", "--host=0.0.0.0"], "set an API key"),
+    (["--job=grpo", "--tp=-1"], "--tp is -1"),
     (["--job=grpo", "--nothing=1"], "nothing"),
     (["--job=grpo"], "model.path is not set"),
   ],

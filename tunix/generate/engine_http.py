@@ -52,8 +52,13 @@ class Client:
       ValueError: the address has another form.
     """
     checks.number("timeout_s", timeout_s, checks.POSITIVE)
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+      parts = urllib.parse.urlsplit(url)
+      is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+      is_address &= parts.port is None or parts.port > 0
+    except ValueError:  # a port that is no number, or half of an IPv6 address
+      is_address = False
+    if not is_address:
       raise ValueError(f"url is {url!r}, expected an address: give http://host:port")
     self.url = url.rstrip("/")
     self._parts = parts

@@ -149,7 +149,7 @@ def sync_needs(source: nnx.Module, target: nnx.Module) -> Needs:
   if not held:
     return "merged" if sent else "weights"
   # Equal A and B with another scale (alpha / r) give another policy.
-  if sent.keys() != held.keys() or _scales(source) != _scales(target):
+  if sent.keys() != held.keys() or scales(source) != scales(target):
     raise ValueError(
       f"the source has adapters ({_summary(sent)}) and the target others "
       f"({_summary(held)}), or their scales differ: apply one LoraConfig to both, or "
@@ -162,7 +162,8 @@ def _summary(adapters: dict[str, jax.Array]) -> str:
   return f"{len(adapters)}, from {next(iter(adapters))}" if adapters else "none"
 
 
-def _scales(model: nnx.Module) -> dict[str, float]:
+def scales(model: nnx.Module) -> dict[str, float]:
+  """Returns the scale of each adapter (alpha / r) by its path."""
   if not isinstance(model, Transformer):
     return {}
   adapted = lora_modules.adapted(model)

@@ -79,7 +79,7 @@ def make_rollout(
   actor_mesh = mesh_of(config, Role.ACTOR) or mesh_lib.mesh_of(nnx.state(actor))
   actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
   if engine.is_remote:
-    return engine(None, tokenizer, config.widest_rollout())
+    return engine(actor, tokenizer, config.widest_rollout())
   if engine.is_per_process:
     rollout_mesh = (config.role_to_mesh or {}).get(Role.ROLLOUT)
     if rollout_mesh is None:

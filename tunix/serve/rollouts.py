@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tunix.rl.rollout.host import HostError, RolloutHost
+from tunix.rl.rollout.host import NOT_BEGUN, HostError, RolloutHost
 from tunix.serve import server
 from tunix.serve.app import Endpoint, application, read_body, request_of
 from tunix.serve.errors import ApiError, bad, shutting_down
@@ -75,8 +75,9 @@ class Calls:
       raise shutting_down(self.settings.retry_after)
     if method not in self._host.methods:
       raise bad("method", f"method is {method!r}, expected one of the host's")
-    if len(self._open) >= _MOST_CALLS:
-      # Results that nobody has asked for, of a run that was killed.
+    # A client that takes the host waits for no earlier call, and a run that was killed
+    # never asks for its results.
+    if method == "take" or len(self._open) >= _MOST_CALLS:
       for number in [n for n, future in self._open.items() if future.done()]:
         del self._open[number]
     if len(self._open) >= _MOST_CALLS:
@@ -95,12 +96,15 @@ class Calls:
     """
     future = self._open.get(number)
     if future is None:
-      raise ApiError(404, f"call is {number}, and there is no such call", param="call")
-    await asyncio.wait({asyncio.wrap_future(future)}, timeout=_HOLD_S)
-    if not future.done():
+      # Of an earlier process, or dropped by `begin`.
+      text = f"call is {number}, and there is no such call: begin it again"
+      raise ApiError(404, text, param="call", code=NOT_BEGUN)
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait({waiting}, timeout=_HOLD_S)
+    if not waiting.done():
       return {"is_done": False, "call": number}
     self._open.pop(number, None)
-    error = future.exception()
+    error = waiting.exception()
     if isinstance(error, HostError):
       raise ApiError(409, str(error), code=error.code)
     if error is not None:

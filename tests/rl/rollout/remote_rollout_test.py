@@ -111,8 +111,12 @@ def test_greedy_is_refused():
   [
     ({}, "engine_options has no 'urls', which remote needs"),
     ({"urls": "http://localhost:1"}, "each once"),
-    ({"urls": ["http://a:1", "http://a:1"]}, "each once"),
+    ({"urls": ["http://a:1", "http://a:1/"]}, "each once"),
+    ({"urls": [1]}, "each once"),
     ({"urls": ["ftp://a"]}, "give http://host:port"),
+    ({"urls": ["http://a:x"]}, "give http://host:port"),
+    ({"urls": ["http://[::1"]}, "give http://host:port"),
+    ({"urls": ["http://a:1"], "lost_s": 0}, "lost_s"),
     ({"urls": ["http://a:1"], "url": 1}, "which remote does not know"),
   ],
 )
@@ -128,13 +132,11 @@ def test_a_host_that_never_answers_is_named_in_time():
 
 
 def test_a_host_with_another_model_is_refused_by_its_first_difference():
-  with hosts_lib.served(lambda: hosts_lib.make(clusters.model(embed_dim=16))) as (
-    urls,
-    _,
-  ):
+  adapted = lambda rank: toys.model(num_layers=1, lora_rank=rank)  # of equal scales
+  with hosts_lib.served(lambda: hosts_lib.make(adapted(4))) as (urls, _):
     part = r"the run trains '[\w.]+' as .* start the host with the configuration"
     with pytest.raises(RemoteError, match=part):
-      clusters.cluster(rollout=far(urls), rollout_engine="remote")
+      clusters.cluster(adapted(2), rollout=far(urls), rollout_engine="remote")
 
 
 def test_other_frozen_weights_are_noticed():
@@ -148,8 +150,9 @@ def test_other_frozen_weights_are_noticed():
 def test_a_key_is_needed(monkeypatch):
   with hosts_lib.served(hosts_lib.make, api_key="secret") as (urls, _):
     options = {"rollout": far(urls), "rollout_engine": "remote"}
-    with pytest.raises(RemoteError, match="the API key is missing or wrong"):
+    with pytest.raises(RemoteError, match="the API key is missing or wrong") as raised:
       clusters.cluster(**options)
+    assert "Start a host for each run" not in str(raised.value)
     monkeypatch.setenv("TUNIX_API_KEY", "secret")
     clusters.cluster(**options).close()
 
@@ -265,7 +268,10 @@ def test_calls_of_another_owner_are_refused():
     with pytest.raises(HostError) as raised:
       host.methods[method]("you", *arguments)
     assert raised.value.code == host_lib.OTHER_OWNER
-  with pytest.raises(ValueError, match="no batch of episodes is open"):
+  with pytest.raises(HostError, match="no batch of episodes is open"):
+    host.poll("me", [])
+  host.open("me", host.stamp, {}, {"impl": "threefry2x32", "words": [0, 0]}, 1, 8, 0)
+  with pytest.raises(HostError, match="no action waits"):
     host.poll("me", [])
   with pytest.raises(HostError, match="another run has taken this host"):
     host.take("you", host.life)
@@ -332,9 +338,9 @@ def test_a_long_call_is_asked_for_again(monkeypatch):
   with hosts_lib.served(hosts_lib.make) as (urls, (host,)):
     take = host.take
     host.take = lambda *a, **b: (time.sleep(0.3), take(*a, **b))[1]
-    client = RemoteHost(urls[0], None, 20.0, 1.0)
+    client = RemoteHost(urls[0], None, 20.0, 1.0, host._form)
     assert client.call("take", life=None)["life"] == host.life
-    slow = RemoteHost(urls[0], None, 0.1, 1.0)
+    slow = RemoteHost(urls[0], None, 0.1, 1.0, host._form)
     with pytest.raises(RemoteError, match=r"has no result after 0\.1 s"):
       slow.call("take", life=None)
 
@@ -352,12 +358,13 @@ def test_too_many_calls_wait(monkeypatch):
     assert post(urls[0], "/rollouts/call", body)[0] == 200
 
 
-def test_weights_that_are_sent_are_those_of_the_version():
+def test_weights_that_are_sent_are_those_of_the_version(monkeypatch):
+  monkeypatch.setattr(remote_host, "_PART_BYTES", 1000)
   with hosts_lib.served(hosts_lib.make) as (urls, (host,)):
     other = clusters.model(seed=2)
     arrays = {k: np.asarray(v.get_value()) for k, v in trained_variables(other).items()}
     version = weight_sync.PolicyVersion(3, weight_sync.policy_stamp(other))
-    client = RemoteHost(urls[0], None, 20.0, 1.0)
+    client = RemoteHost(urls[0], None, 20.0, 1.0, host._form)
     sent = Weights(version=version, arrays=arrays)
     assert client.run(sent, lambda: "drawn") == "drawn"
     assert host.stamp == version.stamp

@@ -19,7 +19,7 @@ from tunix.rl.rollout.host import RolloutHost
 from tunix.serve import rollouts, server
 from tunix.serve.settings import ServeSettings
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import mesh as mesh_lib, optional
+from tunix.utils import checks, mesh as mesh_lib, optional
 
 # The largest body: a part of a parameter, or the prompts of a batch.
 _MOST_BYTES = 64 << 20
@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
       that other machines can reach, without an API key.
   """
   args, words = parser().parse_known_args(argv)
+  checks.number("--tp", args.tp, checks.COUNT, whole=True)
   for package in ("starlette", "uvicorn", "prometheus_client"):
     optional.require(package, "the host", "tunix[serve]")
   settings = ServeSettings(

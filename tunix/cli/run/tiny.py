@@ -30,6 +30,7 @@ from tunix.models import tiny as tiny_models
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.rl.config import PromptSizes
+from tunix.rl.roles import REMOTE
 
 _DEVICES = 8  # simulated devices on a machine with only a CPU
 _STEPS = 2
@@ -114,6 +115,10 @@ def layer(config: RunSettings) -> dict[str, Any]:
   }
   if rollout:
     changed["rl.rollout_mesh"] = rollout
+  if current.get("rollout.engine") == REMOTE:
+    # The hosts have the real model, and may be sampling for a run.
+    changed |= {"rollout.engine": "vanilla", "rl.rollout_hosts": []}
+    changed["rollout.engine_options"] = None
   for key, value in changed.items():
     section, _, name = key.partition(".")
     values.setdefault(section, {})[name] = value

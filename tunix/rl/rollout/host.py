@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tunix.rl import weight_sync
+from tunix.generate.tokenizer_adapter import adapted
+from tunix.rl import placement, weight_sync
 from tunix.rl.env.policy import Draw
 from tunix.rl.rollout import shared_rollout, turns
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -34,6 +35,11 @@ from tunix.utils import json_arrays, mesh as mesh_lib
 
 # Codes of `HostError`.
 OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
+# The host has no call or no episodes that a request continues: they are begun again.
+NOT_BEGUN = "not_begun"
+CODES = (OTHER_OWNER, OTHER_WEIGHTS, NOT_BEGUN)
+# Fields of a model's configuration that change no token, or that weights show.
+_OF_DEVICES = ("attention", "param_dtype", "remat", "scan_layers", "sharding")
 
 
 class HostError(Exception):
@@ -41,7 +47,8 @@ class HostError(Exception):
 
   Attributes:
     code: OTHER_OWNER: the caller has not taken the host, or another run has taken it
-      since. OTHER_WEIGHTS: the host has other weights than the call names.
+      since. OTHER_WEIGHTS: the host has other weights than the call names. NOT_BEGUN:
+      the call continues what this process has not begun.
   """
 
   def __init__(self, message: str, code: str):
@@ -69,7 +76,8 @@ class RolloutHost:
       self._rollout = VanillaRollout(model, tokenizer, config)
       self.stamp = weight_sync.policy_stamp(model)
     self._variables = trained_variables(model)
-    # A run that finds another number knows that this process has begun anew.
+    self._form = form_of(model, tokenizer)
+    # If the number changes, a run knows that the process of the host was restarted.
     self.life = uuid.uuid4().hex
     self.draws = 0
     self._owner: str | None = None
@@ -85,7 +93,7 @@ class RolloutHost:
     return {name: getattr(self, name) for name in names}
 
   def take(self, owner: str, life: str | None) -> dict[str, Any]:
-    """Gives the host to a run; what an earlier run left is dropped.
+    """Gives the host to a run; episodes of an earlier run are dropped.
 
     Args:
       owner: name of the run's process, which all its further calls give.
@@ -93,7 +101,7 @@ class RolloutHost:
 
     Returns:
       {"life": number of this process's life, "stamp": of the weights, "vocab_size":
-      number of ids of the model or None}.
+      number of ids of the model or None, "form": see `form_of`}.
 
     Raises:
       HostError: another run has taken the host in this life since.
@@ -105,7 +113,12 @@ class RolloutHost:
       self._owner = owner
     sizes = getattr(self._model, "config", None)
     vocab_size = getattr(sizes, "vocab_size", None)
-    return {"life": self.life, "stamp": self.stamp, "vocab_size": vocab_size}
+    return {
+      "life": self.life,
+      "stamp": self.stamp,
+      "vocab_size": vocab_size,
+      "form": self._form,
+    }
 
   # Weights.
 
@@ -117,7 +130,7 @@ class RolloutHost:
       arrays: {path: (dtype, shape)} of the parameters that are trained.
 
     Raises:
-      ValueError: the host's model has other ones.
+      ValueError: the parameters of the host's model differ.
     """
     self._check_owner(owner)
     held = {
@@ -240,13 +253,18 @@ class RolloutHost:
 
     Returns:
       The actions that are ready.
+
+    Raises:
+      HostError: no batch is open, or none of its actions waits.
     """
     self._check_owner(owner)
     if self._policy is None:
-      raise ValueError("no batch of episodes is open: call open first")
+      raise HostError("no batch of episodes is open: call open first", NOT_BEGUN)
     with mesh_lib.use_mesh(self._mesh):
       self._policy.submit([Draw(**json_arrays.decoded(draw)) for draw in draws])
-      done = self._policy.poll() if self._policy.open else []
+      if not self._policy.open:  # else a client that waits for one would ask forever
+        raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
+      done = self._policy.poll()
     self.draws += 1
     return json_arrays.encoded([drawn._asdict() for drawn in done])
 
@@ -296,6 +314,26 @@ class _Array:
     held = self._held
     whole = np.frombuffer(self._bytes, held.dtype).reshape(held.shape)
     return mesh_lib.put(whole, held.sharding)
+
+
+def form_of(model: nnx.Module, tokenizer: Any) -> dict[str, str]:
+  """Returns what decides tokens beside the parameters, each part as a text.
+
+  They are the fields of the model's configuration, the scales of its adapters, and the
+  ids that end a completion.
+  """
+  form = {"eos_ids": str([int(i) for i in adapted(tokenizer).eos_ids()])}
+  config: Any = getattr(model, "config", None)
+  if dataclasses.is_dataclass(config):
+    for field in dataclasses.fields(config):
+      value = getattr(config, field.name)
+      if field.name == "dtype":
+        value = jnp.dtype(value)  # one spelling of it
+      if field.name not in _OF_DEVICES:
+        form[f"model.{field.name}"] = str(value)
+  for path, scale in placement.scales(model).items():
+    form[f"lora scale of {path}"] = str(scale)
+  return form
 
 
 def seed_to_json(seed: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from tunix.generate.engine_http import Client, Refused
 from tunix.generate.engine_rows import EngineError
 from tunix.rl.placement import Weights
 from tunix.rl.rollout import host as host_lib
+from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,7 +24,11 @@ T = TypeVar("T")
 # A host holds a request for at most 10 s, and longer calls are asked for again. So a
 # host that is gone is noticed within this time, however long it draws.
 _TIMEOUT_S = 60.0
-_PART_BYTES = 32 << 20
+# A server takes bodies of 16 MiB by default, each within 30 s.
+_PART_BYTES = 8 << 20
+# A host that fails in the same work again and again, and is started again each time,
+# would otherwise keep the run forever.
+_MOST_LOSSES = 10
 _LOOK_S = 1.0  # between two attempts to reach a host
 
 
@@ -38,16 +44,31 @@ class RemoteHost:
     key: its API key; None: it has none.
     timeout_s: longest time of one call.
     lost_s: time in which a host that gives no answer may come back.
+    form: `host.form_of` the run's policy, which the host must have too.
+
+  Raises:
+    TypeError, ValueError: the address is malformed, or a time is no positive number.
 
   Attributes:
     is_open: True while the host works on a batch of episodes of this run.
     vocab_size: number of ids of its model; None: unknown.
   """
 
-  def __init__(self, url: str, key: str | None, timeout_s: float, lost_s: float):
+  def __init__(
+    self,
+    url: str,
+    key: str | None,
+    timeout_s: float,
+    lost_s: float,
+    form: Mapping[str, str],
+  ):
+    checks.number("timeout_s", timeout_s, checks.POSITIVE)
+    checks.number("lost_s", lost_s, checks.POSITIVE)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     self._client = Client(url, _TIMEOUT_S, headers)
-    self._timeout_s, self._lost_s = timeout_s, lost_s
+    self._timeout_s, self._lost_s, self._form = timeout_s, lost_s, dict(form)
+    # Work of a run that was interrupted may still wait for the host.
+    self._one_at_a_time = threading.Lock()
     self._owner = uuid.uuid4().hex
     self._known: str | None = None  # the life in which this run has taken the host
     self._stamp = ""
@@ -69,28 +90,38 @@ class RemoteHost:
       work: function that makes calls.
 
     Raises:
-      RemoteError: a call failed, another run has taken the host, or it did not come
-        back in time.
+      RemoteError: a call failed, another run has taken the host, the host did not come
+        back in time, or it was lost ten times in this work.
     """
-    lost_at = None
+    with self._one_at_a_time:
+      return self._run(weights, work)
+
+  def _run(self, weights: Weights, work: Callable[[], T]) -> T:
+    lost_at, losses = None, 0
     while True:
       try:
         self._prepare(weights)
+        lost_at = None
         return work()
       except Refused as error:
         # Its process has begun anew between two calls, and `_prepare` will see it.
-        if error.code not in (host_lib.OTHER_OWNER, host_lib.OTHER_WEIGHTS):
+        if error.code not in host_lib.CODES:
           raise RemoteError(str(error)) from error
         problem: Exception = error
       except EngineError as error:
         problem = error
       self._stamp, self.is_open, now = "", False, time.monotonic()
       if lost_at is None:
-        lost_at = now
+        lost_at, losses = now, losses + 1
         _log.warning("waiting for a host that samples: %s", problem)
       if now - lost_at > self._lost_s:
         raise RemoteError(
           f"{self.url} did not come back within {self._lost_s:g} s (lost_s): {problem}"
+        ) from problem
+      if losses == _MOST_LOSSES:
+        raise RemoteError(
+          f"{self.url} was lost {losses} times in the same work; its log has the "
+          f"reason. The last one: {problem}"
         ) from problem
       time.sleep(_LOOK_S)
 
@@ -127,11 +158,24 @@ class RemoteHost:
     try:
       state = self.call("take", life=self._known)
     except Refused as error:
+      if error.code != host_lib.OTHER_OWNER:
+        raise
       raise RemoteError(f"{error}. Start a host for each run") from error
+    self._check_form(state["form"])
     self._known, self.vocab_size = state["life"], state["vocab_size"]
     if state["stamp"] != stamp:
       self._send(weights)
     self._stamp = stamp
+
+  def _check_form(self, found: Mapping[str, str]) -> None:
+    """Compares what the weights do not show, such as the scale of adapters."""
+    for name in sorted(self._form.keys() | found.keys()):
+      mine, its = self._form.get(name), found.get(name)
+      if mine != its:
+        raise RemoteError(
+          f"the run's {name} is {mine}, and that of the host {self.url} is {its}: "
+          "start the host with the configuration of the run"
+        )
 
   def _send(self, weights: Weights) -> None:
     """Sends weights, one part of a parameter at a time."""

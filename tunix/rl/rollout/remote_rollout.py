@@ -14,6 +14,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -45,7 +47,7 @@ class RemoteRollout(SharedRollout):
   The API key of the hosts is read from the environment variable TUNIX_API_KEY.
 
   Args:
-    model: not used; `update_params` sends the weights.
+    model: the policy. It stays in the run; `update_params` sends its weights.
     tokenizer: tokenizer of the model.
     rollout_config: its `engine_options` must have "urls", the addresses of the hosts;
       each process of the run takes an equal share of them, in order. They may have
@@ -53,8 +55,8 @@ class RemoteRollout(SharedRollout):
       a host that gives no answer may come back (300).
 
   Raises:
-    ValueError: "urls" is missing or malformed, its number is no multiple of the
-      processes, or an option is unknown.
+    TypeError, ValueError: "urls" is missing or malformed, its number is no multiple of
+      the processes, an option is unknown, or a time is no positive number.
   """
 
   is_remote = True
@@ -63,18 +65,14 @@ class RemoteRollout(SharedRollout):
   def __init__(
     self, model: Any, tokenizer: TokenizerAdapter, rollout_config: RolloutConfig
   ):
-    del model
     names = ("timeout_s", "lost_s")
     options = take_options(rollout_config, "remote", {"urls": _URLS}, names)
     urls = _share_of(options["urls"])
     limits = options.get("timeout_s", _TIMEOUT_S), options.get("lost_s", _LOST_S)
-    key = env.value(KEY)
-    self._hosts = [RemoteHost(url, key, *limits) for url in urls]
+    key, form = env.value(KEY), host_lib.form_of(model, tokenizer)
+    self._hosts = [RemoteHost(url, key, *limits, form) for url in urls]
     self._tokenizer = tokenizer
     self._weights: Weights | None = None
-    self._threads = concurrent.futures.ThreadPoolExecutor(
-      len(urls), thread_name_prefix="tunix-hosts"
-    )
 
   def update_params(self, model: nnx.Module, version: Any) -> None:
     """Sends the weights to the hosts that have others.
@@ -102,7 +100,8 @@ class RemoteRollout(SharedRollout):
     """
     weights = self._weights
     assert weights is not None  # the cluster sends some before it samples
-    begun = [self._threads.submit(host.run, weights, work) for host, work in works]
+    calls = [functools.partial(host.run, weights, work) for host, work in works]
+    begun = [_begun(call) for call in calls]
     concurrent.futures.wait(begun)
     return [future.result() for future in begun]
 
@@ -241,6 +240,23 @@ class _Part:
   new: list[Draw] = dataclasses.field(default_factory=list)
 
 
+def _begun(work: Callable[[], T]) -> concurrent.futures.Future[T]:
+  """Runs work in a thread, which does not keep a process that ends.
+
+  The threads of an executor would: Python waits for them, and so for the host.
+  """
+  future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def run() -> None:
+    try:
+      future.set_result(work())
+    except BaseException as error:  # raised again by `Future.result`
+      future.set_exception(error)
+
+  threading.Thread(target=run, name="tunix-hosts", daemon=True).start()
+  return future
+
+
 def _blocks(count: int, parts: int) -> list[range]:
   """Returns nearly equal blocks of `count` numbers."""
   return [range(n * count // parts, (n + 1) * count // parts) for n in range(parts)]
@@ -257,7 +273,8 @@ def _share_of(urls: Any) -> list[str]:
   Raises:
     ValueError: there are none, one comes twice, or processes would have other numbers.
   """
-  if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
+  is_list = isinstance(urls, (list, tuple)) and all(isinstance(u, str) for u in urls)
+  if not is_list or not urls or len({u.rstrip("/") for u in urls}) < len(urls):
     raise ValueError(f"urls is {urls!r}: give {_URLS}, each once")
   count, me = jax.process_count(), jax.process_index()
   if len(urls) % count:
