@@ -87,7 +87,7 @@ def main() -> None:
   actor, tokenizer = _model(options), make_tokenizer()
   engines: dict[str, BaseRollout] = {
     "here": VanillaRollout(actor, tokenizer, config),
-    "host": RemoteRollout(None, tokenizer, far),
+    "host": RemoteRollout(actor, tokenizer, far),
   }
 
   def publish(step: int) -> None:

@@ -141,6 +141,13 @@ def test_another_policy_with_the_same_weights_is_refused(mine, its, part):
       clusters.cluster(mine(), rollout=options, rollout_engine="remote")
 
 
+def test_a_host_that_records_no_routes_is_named():
+  with hosts_lib.served(hosts_lib.make) as (urls, _):
+    options = {"engine_options": {"urls": urls, "lost_s": 5.0}, "replay_routes": True}
+    with pytest.raises(RemoteError, match=r"replay_routes is True, .* is False"):
+      clusters.cluster(rollout=options, rollout_engine="remote")
+
+
 def test_a_part_fits_a_server_of_default_settings():
   assert ServeSettings().max_body_bytes > remote_host._PART_BYTES
 

@@ -163,7 +163,8 @@ class BaseRollout(abc.ABC):
     is_per_process: True if each process samples its share of a batch. The class is then
       made with a model on the process's own devices, unless `is_remote`.
     is_remote: True if our own engines sample on other hosts, see `RemoteRollout`.
-    mesh: the mesh that is current while an engine in each process samples; else None.
+    mesh: the mesh that is current in the thread that samples, if each process has an
+      engine or hosts of its own; else None.
   """
 
   version: Any = None

@@ -76,7 +76,7 @@ class RolloutHost:
       self._rollout = VanillaRollout(model, tokenizer, config)
       self.stamp = weight_sync.policy_stamp(model)
     self._variables = trained_variables(model)
-    self._form = form_of(model, tokenizer)
+    self._form = form_of(model, tokenizer, config)
     # If the number changes, a run knows that the process of the host was restarted.
     self.life = uuid.uuid4().hex
     self.draws = 0
@@ -316,13 +316,16 @@ class _Array:
     return mesh_lib.put(whole, held.sharding)
 
 
-def form_of(model: nnx.Module, tokenizer: Any) -> dict[str, str]:
+def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[str, str]:
   """Returns what decides tokens beside the parameters, each part as a text.
 
-  They are the fields of the model's configuration, the scales of its adapters, and the
-  ids that end a completion.
+  They are the fields of the model's configuration, the scales of its adapters, the ids
+  that end a completion, and `replay_routes`, which an engine is made with.
   """
-  form = {"eos_ids": str([int(i) for i in adapted(tokenizer).eos_ids()])}
+  form = {
+    "eos_ids": str([int(i) for i in adapted(tokenizer).eos_ids()]),
+    "rollout.replay_routes": str(config.replay_routes),
+  }
   config: Any = getattr(model, "config", None)
   if dataclasses.is_dataclass(config):
     for field in dataclasses.fields(config):

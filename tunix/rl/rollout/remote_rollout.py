@@ -69,10 +69,15 @@ class RemoteRollout(SharedRollout):
     options = take_options(rollout_config, "remote", {"urls": _URLS}, names)
     urls = _share_of(options["urls"])
     limits = options.get("timeout_s", _TIMEOUT_S), options.get("lost_s", _LOST_S)
-    key, form = env.value(KEY), host_lib.form_of(model, tokenizer)
+    key = env.value(KEY)
+    form = host_lib.form_of(model, tokenizer, rollout_config)
     self._hosts = [RemoteHost(url, key, *limits, form) for url in urls]
     self._tokenizer = tokenizer
     self._weights: Weights | None = None
+    if jax.process_count() > 1:
+      # The thread of `lagged` makes keys beside the updates, which must not be programs
+      # over the devices of all processes.
+      self.mesh = mesh_lib.create_mesh({"tp": 1}, jax.local_devices()[:1])
 
   def update_params(self, model: nnx.Module, version: Any) -> None:
     """Sends the weights to the hosts that have others.
