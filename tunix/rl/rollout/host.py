@@ -326,10 +326,10 @@ def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[st
     "eos_ids": str([int(i) for i in adapted(tokenizer).eos_ids()]),
     "rollout.replay_routes": str(config.replay_routes),
   }
-  config: Any = getattr(model, "config", None)
-  if dataclasses.is_dataclass(config):
-    for field in dataclasses.fields(config):
-      value = getattr(config, field.name)
+  sizes: Any = getattr(model, "config", None)
+  if dataclasses.is_dataclass(sizes):
+    for field in dataclasses.fields(sizes):
+      value = getattr(sizes, field.name)
       if field.name == "dtype":
         value = jnp.dtype(value)  # one spelling of it
       if field.name not in _OF_DEVICES:
