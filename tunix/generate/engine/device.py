@@ -69,6 +69,7 @@ class Device:
       self.draft = DraftModel(draft_model, model, config, gather_weights)
     self._gather: GatherWeights = gather_weights
     self._opened: decode.Opened | None = None
+    self._mesh: Any = None  # of the last launch
     self._keeper: Keeper | None = None
     self._bank: AdapterBank | None = None
     self.routes = route_records.form_of(model) if config.record_routes else None
@@ -111,6 +112,7 @@ class Device:
     self._uses = self._uses.union(*(s.uses for s in running if s))
     tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
+    self._mesh = mesh
     with mesh_lib.use_mesh(mesh):
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
@@ -222,7 +224,7 @@ class Device:
   def move_nothing(self) -> None:
     """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
     assert self._keeper is not None
-    with mesh_lib.use_mesh(self._weights()[2]):
+    with mesh_lib.use_mesh(self._mesh):
       self._keeper.move_nothing()
       if self.draft is not None:
         self.draft.call_all()
@@ -236,7 +238,7 @@ class Device:
     """Writes parts of rows to pages, see `RowKeeper.write`."""
     assert self._keeper is not None
     # The caller's mesh may have other devices: those that train.
-    with mesh_lib.use_mesh(self._weights()[2]):
+    with mesh_lib.use_mesh(self._mesh):
       self._keeper.write(written)
 
   @property
