@@ -44,7 +44,7 @@ def served(*makers: Any, **changes: Any):
       one = server.make_server(app, chosen, begun)
       ends.append(one)
       server.run_until_signal(one)
-    except BaseException:
+    except BaseException:  # raised again; the test must not wait for this thread
       ready.abort()
       raise
 
