@@ -78,6 +78,7 @@ NEEDS = {
   "rl.reference": {"algorithm.beta": 0.1},
   "rl.lag": {"rl.schedule": "lagged"},
   "rl.replay": {"rl.schedule": "greedy"},
+  "rl.rollout_hosts": {"rollout.engine": "remote"},
   "distill.teacher_dtype": {"distill.teacher": "t"},
   "algorithm.kl_corrected": {"algorithm.beta": 0.1},
 }
