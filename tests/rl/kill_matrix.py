@@ -1,7 +1,7 @@
 """Kills RL runs at random instants: python -m tests.rl.kill_matrix --kills 100.
 
 The kills are spread over the schedules sync, lagged and greedy, one turn and many
-turns, one and two processes (greedy: one). A run is killed, resumed and killed again
+turns, one and two processes. A run is killed, resumed and killed again
 until it ends, and what it leaves must have the bytes of a run that was never touched. A
 greedy run must have drawn each completion once, and its replay must end with its bytes.
 With two processes, one of them is killed, or both; a process whose partner is gone must
@@ -25,8 +25,8 @@ from tests import drills, processes
 from tests.rl import drill_worker
 from tunix.rl import journal
 
-EXACT = ("grpo", "grpo-env", "lagged", "lagged-env")
-JOBS = (*EXACT, "greedy", "greedy-env")  # of drill_worker.py
+# Of drill_worker.py.
+JOBS = ("grpo", "grpo-env", "lagged", "lagged-env", "greedy", "greedy-env")
 HEARTBEAT_S = 10
 STARTED = "starts from step"
 
@@ -124,7 +124,8 @@ class Case:
       check_journal(folder)
       replay = folder.with_name(f"replay_{folder.name}")
       run = Running(self.job, self.count, replay)
-      assert run.wait(drills.DEADLINE_SECONDS) == [0], run.text()
+      codes = run.wait(drills.DEADLINE_SECONDS)
+      assert codes == [0] * self.count, run.text()
       expected = self._drill.digest(replay)
     found = self._drill.digest(folder)
     different = [k for k in expected if expected[k] != found.get(k)]
@@ -173,8 +174,9 @@ class Case:
 
 def check_journal(folder: pathlib.Path) -> None:
   """Checks that a greedy run has drawn each of its completions once."""
-  file = folder / "checkpoints" / journal.FOLDER / journal.DECISIONS
-  records = [record for _, record in journal.read(file)[0]]
+  base = folder / "checkpoints" / journal.FOLDER
+  files = sorted(base.rglob(journal.DECISIONS))  # one for each process
+  records = [record for file in files for _, record in journal.read(file)[0]]
   ends = collections.Counter(tuple(r[2:4]) for r in records if r[0] == "end")
   batches = drill_worker.STEPS // 4  # two mini-batches, two iterations
   trained = {(batch, prompt) for batch in range(batches) for prompt in range(4)}
@@ -205,12 +207,7 @@ def main() -> None:
   parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
   parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
   options = parser.parse_args()
-  cases = [
-    (job, count)
-    for count in options.processes
-    for job in options.jobs
-    if count == 1 or job in EXACT
-  ]
+  cases = [(job, count) for count in options.processes for job in options.jobs]
   with tempfile.TemporaryDirectory() as folder:
     done = drill(cases, options.kills, pathlib.Path(folder), options.seed)
   print(f"{sum(case.kills for case in done)} kills, 0 bytes differ")

@@ -21,6 +21,7 @@ from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.journal import JournalError
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
 from tunix.sft.config import CheckpointOptions
@@ -42,8 +43,8 @@ def noted(prompts, completions, rewards, **columns):
   return {"noted": len(completions)}
 
 
-def learner(job, folder, steps):
-  options = {
+def learner(job, folder, steps, **more):
+  options: dict[str, Any] = more | {
     "mini_batch_size": 4,
     "max_steps": steps,
     "eval_every_n_steps": 2,
@@ -79,23 +80,24 @@ class Fragile(toy_envs.Echo):
     return await super().step(action)
 
 
-def engines(job, rewards, **options):
+def engines(job, rewards, **options: Any):
   """Engines in each process, or on hosts: "engines-lagged-env", "hosts-lagged-env"."""
   if jax.process_count() == 1:  # two devices train, one of them samples as well
     mesh = mesh_lib.create_mesh({"tp": 1}, jax.devices()[:1])
     options["role_to_mesh"] = {Role.ROLLOUT: mesh}
-  if "lagged" in job:
-    options["schedule"] = "lagged"
+  if name := next((x for x in ("lagged", "greedy") if x in job), None):
+    options["schedule"] = name
   more = {"reward_fns": rewards}
   # As many slots as a process of two needs: sums of other sizes are rounded otherwise.
-  options["rollout"] = {"slots": 8}
+  rollout: dict[str, Any] = {"slots": 8}
+  options["rollout"] = rollout
   if "env" in job:
-    options["rollout"] |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
+    rollout |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
     limits = EpisodeConfig(max_turns=3, max_tokens=24)
     more = {"env": Fragile, "episodes": limits}
   engine = "per_process"
   if job.startswith("hosts"):
-    engine, options["rollout"]["engine_options"] = "remote", {"urls": host_urls()}
+    engine, rollout["engine_options"] = "remote", {"urls": host_urls()}
   cluster = clusters.cluster(
     clusters.model(),
     rollout_engine=engine,
@@ -112,9 +114,9 @@ def host_urls():
   return [url for [url] in coordination.gather("hosts", urls)]
 
 
-def run(job, folder, steps, batches=4):
+def run(job, folder, steps, batches=4, **options):
   """Trains on; returns the step it began at, and the weights."""
-  out = learner(job, folder, steps)
+  out = learner(job, folder, steps, **options)
   start = out.train_steps
   out.train(clusters.prompts(batches, size=4), clusters.prompts(1, size=4, seed=9))
   params = out.rl_cluster.actor_trainer._module.params
@@ -143,6 +145,30 @@ def cut(job, folder):
   if jax.process_index() == 0:
     for name, value in np.load(folder / "weights.npz").items():
       np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+def replayed(job, folder):
+  """A run cut in the middle, and its replay: the same bytes."""
+  run(job, folder / "cut", 2)
+  start, weights = run(job, folder / "cut", 4)
+  assert start == 2
+  decisions = str(folder / "cut" / "checkpoints" / "journal")
+  start, again = run(job, folder / "again", 4, replay=decisions)
+  assert start == 0
+  for name, value in weights.items():
+    np.testing.assert_array_equal(value, again[name], err_msg=name)
+  lines = [(folder / x / "metrics.jsonl").read_bytes() for x in ("cut", "again")]
+  assert lines[0] == lines[1]
+
+
+def is_of_several(job, folder):
+  """One process does not go on with the journals of several."""
+  try:
+    run(job, folder / "cut", 5)
+  except JournalError as error:
+    assert "belongs to a run with several, and this run has 1 process" in str(error)
+  else:
+    raise AssertionError("they were taken")
 
 
 def from_half(job, folder):
@@ -193,7 +219,7 @@ def refused(job, folder):
   """What an engine in each process cannot do, by name."""
   mine = mesh_lib.create_mesh({"tp": 1}, jax.devices()[-1:])
   cases: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": "greedy"}, "which one journal does not describe"),
+    ({"schedule": "greedy", "rollout_engine": "vanilla"}, "started in another order"),
     ({"schedule": "lagged", "rollout_engine": "vanilla"}, "started in another order"),
     ({"role_to_mesh": {Role.ROLLOUT: mine}}, "which is a device of process 1"),
     (
@@ -203,8 +229,7 @@ def refused(job, folder):
   ]
   for options, part in cases:
     if "role_to_mesh" in options and jax.process_index() == 1:
-      coordination.gather("the meshes of the engines", {})  # the other one is alone
-      continue
+      continue  # the other one does not reach an exchange
     try:
       clusters.grpo(**{"rollout_engine": "per_process", **options})
     except ValueError as error:

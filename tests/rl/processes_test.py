@@ -85,6 +85,15 @@ def test_engines_of_processes_draw_what_one_engine_draws(job, what, tmp_path):
   assert any(waited in line for line in metrics(many, "timings"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+def test_greedy_engines_of_processes_are_replayed(tmp_path):
+  together(2, tmp_path, "engines-greedy-env", "replayed", devices=2)
+  journals = sorted(tmp_path.glob("cut/checkpoints/journal/*"))
+  assert [x.name for x in journals] == ["process_0", "process_1"]
+  together(1, tmp_path, "engines-greedy-env", "is_of_several", devices=2)
+
+
 def metrics(folder, name="metrics"):
   lines = (folder / "whole" / f"{name}.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines]

@@ -176,6 +176,8 @@ class EngineLoop:
     decider: see the module.
     on_end: called with each ended group, in the thread, while `changed` is held.
     on_start: called after a second or later `Start`, in the thread.
+    vocab_size: number of ids of the model.
+    mesh: mesh of the thread; None: that of the caller of `start`.
 
   Attributes:
     changed: notified after each decision; guards the inbox and what `on_end` writes.
@@ -194,7 +196,9 @@ class EngineLoop:
     on_end: Callable[[Ended], None],
     on_start: Callable[[], None],
     vocab_size: int,
+    mesh: Any = None,
   ):
+    self._mesh = mesh
     self._make_engine, self._config, self._decider = make_engine, config, decider
     self._on_end, self._on_start, self.vocab_size = on_end, on_start, vocab_size
     self.changed = threading.Condition()
@@ -217,10 +221,11 @@ class EngineLoop:
     return not self._stops and self.failure is None
 
   def start(self) -> None:
-    """Starts the thread, under the mesh of the caller."""
+    """Starts the thread."""
+    mesh = mesh_lib.current_mesh() if self._mesh is None else self._mesh
     self._thread = threading.Thread(
       target=self._run,
-      args=(mesh_lib.current_mesh(),),
+      args=(mesh,),
       name="tunix-greedy",
       daemon=True,
     )

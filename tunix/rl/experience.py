@@ -122,7 +122,7 @@ class Experience:
     phases = self.phases if phases is None else phases
     cluster, algo = self._cluster, self._config
     is_training = mode is Mode.TRAIN
-    _check_same_prompts(batch, mode)
+    check_same_prompts(batch, mode)
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
     with phases("rollout", "rollout"):
@@ -163,7 +163,7 @@ class Experience:
     with phases("rollout"):
       rollouts = self._drawn(batch, policy)
     with self._one_at_a_time, phases("rewards"):
-      return self._rewarded(rollouts)
+      return self._rewarded(rollouts, is_share=True)
 
   def _drawn(self, batch: PromptBatch, policy: Policy) -> Rollouts:
     """Returns the completions of one prompt, without rewards."""
@@ -220,8 +220,8 @@ class Experience:
     finally:
       self._one_at_a_time.release()
 
-  def _rewarded(self, rollouts: Rollouts) -> Rollouts:
-    rewards = self._reward(rollouts)
+  def _rewarded(self, rollouts: Rollouts, *, is_share: bool = False) -> Rollouts:
+    rewards = self._reward(rollouts, is_share)
     scores = rewards.total.reshape(-1, rollouts.group_size)
     return dataclasses.replace(rollouts, rewards=rewards, scores=scores)
 
@@ -267,7 +267,7 @@ class Experience:
     if rollout.is_per_process and jax.process_count() > 1:
       phases.add("exchange_wait", rollout.take_waited())
 
-  def _reward(self, rollouts: Rollouts) -> RewardOutput:
+  def _reward(self, rollouts: Rollouts, is_share: bool) -> RewardOutput:
     """Calls the reward functions and the reward model; logs failures by name."""
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
@@ -275,7 +275,8 @@ class Experience:
       # Environments stay in the process that made them.
       if self._rewards.has_workers or jax.process_count() > 1:
         columns.pop(making.ENVIRONMENTS, None)
-      rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
+      texts = rollouts.text
+      rewards = self._rewards.compute(rows.prompts, texts, columns, is_share=is_share)
     if rollouts.episodes:
       rewards = rewards.plus_outcomes(
         "environment", episodes_lib.outcomes_of(rollouts.episodes)
@@ -403,7 +404,7 @@ class Experience:
       self._rewards.close()
 
 
-def _check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
+def check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
   """Checks that all processes have the same batch.
 
   Raises:

@@ -12,12 +12,15 @@ What depends on timing is which requests and which weights the engine takes befo
 launch, and is in the journal (journal.py). After a kill, groups that had ended are read
 from it, and the others start again. A replay takes the same decisions before the same
 launches, so that the engine computes the same bytes.
+
+Each of several processes has an engine and a journal, and samples its share of every
+batch. The processes exchange a batch when it is complete. They start their engines and
+copy weights in the same steps, because all of them compute the copies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import pathlib
@@ -25,11 +28,13 @@ import threading
 import time
 from typing import Any
 
-from tunix.rl import common, saved_rollouts
+import jax
+
+from tunix.rl import journal as journal_lib, local_arrays, saved_rollouts
 from tunix.rl.common import Rollouts
 from tunix.rl.deciders import Live, Replayed
 from tunix.rl.engine_loop import Abandoned, Decider, Ended, EngineLoop, GroupPolicy
-from tunix.rl.experience import Experience, ShapeRewards
+from tunix.rl.experience import Experience, ShapeRewards, check_same_prompts
 from tunix.rl.jobs import Job, admissible
 from tunix.rl.journal import FOLDER, Journal, JournalError
 from tunix.rl.pipeline import PromptBatch, PromptSource
@@ -37,7 +42,7 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.schedule import Sync, not_sampled
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import coordination, mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
@@ -92,17 +97,21 @@ class Greedy(Sync):
     self._journal: Journal | None = None
     self._replayed: Journal | None = None
     if replay is not None:
-      self._replayed = Journal(pathlib.Path(replay), reads=True)
+      self._replayed = Journal(journal_lib.folder_of(pathlib.Path(replay)), reads=True)
       self._decider: Decider = Replayed(self._replayed, timeout_s)
       # It names what does not come. The learner's limit is for a launch without end.
       self._timeout_s += _LAUNCH_S
     else:
       if folder is not None:
-        self._journal = Journal(pathlib.Path(folder) / FOLDER)
+        base = pathlib.Path(folder) / FOLDER
+        self._journal = Journal(journal_lib.folder_of(base))
       self._decider = Live(self._journal)
     seed = cluster.cluster_config.rollout(Mode.TRAIN).seed
     if (journal := self._journal or self._replayed) is not None:
-      journal.check({"lag": lag, "generations": generations, "seed": seed})
+      settings = {"lag": lag, "generations": generations, "seed": seed}
+      if self._has_others:
+        settings["processes"] = jax.process_count()
+      journal.check(settings)
     if self._journal is not None:
       self._journal.decisions.clear()  # only a replay needs them
     self._jobs: list[Job] = []  # not yet trained on, in the order of training
@@ -117,7 +126,7 @@ class Greedy(Sync):
     self._check_first_weights()
     self._jobs = list(self._kept)
     for job in self._jobs:  # an end may have been written while the threads ended
-      self._read_ended(job)
+      job.read_ended(self._journal)
 
   def _check_first_weights(self) -> None:
     """Refuses the journal of another model; a checkpoint has a stamp of its own."""
@@ -137,20 +146,26 @@ class Greedy(Sync):
     # In batches, the rule allows lag + number + 1 of them, of which `number` are gone.
     most = admissible(self._lag, number + 1, 1) - number
     while len(self._jobs) < most and (batch := source.take()) is not None:
+      check_same_prompts(batch, Mode.TRAIN)
       job = Job.of(batch, number + len(self._jobs))
-      self._read_ended(job)
+      job.read_ended(self._journal)
       with self._guard():
         self._jobs.append(job)
     if not self._jobs:
       return None
     # A run that is resumed first makes the updates whose batches are complete. The
     # engine then begins with weights that are at least as new as its last ones.
-    if self._loop is None and self._jobs[0].missing:
+    if self._loop is None and self._is_engine_needed():
       self._start(self._prompts_of_first_batch())
     if self._loop is not None:
       with self._loop.changed:
         self._start_groups()
     return self._jobs[0].batch
+
+  def _is_engine_needed(self) -> bool:
+    """Returns True if the first batch is not complete, on any process."""
+    missing = bool(self._jobs[0].missing)
+    return any(coordination.gather("prompts that are missing", missing))
 
   def rollouts(self, batch: PromptBatch, mode: Mode, number: int) -> Rollouts:
     if mode is Mode.EVAL:
@@ -159,12 +174,31 @@ class Greedy(Sync):
       raise not_sampled(batch, "greedy")
     experience, job = self._experience, self._jobs[0]
     with experience.phases("data_wait"):
-      self._wait(job)
+      self._exchange(job) if self._has_others else self._wait(job)
     with self._guard():
       self._jobs.pop(0)
     self._note_timings(job)
-    whole = common.joined([group for group in job.groups if group is not None])
-    return experience.shaped(whole, self._shape_rewards, experience.measured)
+    return experience.shaped(job.whole, self._shape_rewards, experience.measured)
+
+  @property
+  def _has_others(self) -> bool:
+    return jax.process_count() > 1
+
+  def _exchange(self, job: Job) -> None:
+    """Waits for the prompts of this process, and takes those of the others.
+
+    Raises:
+      AbsentError: another process failed, or did not take part in time.
+      TypeError: a column of the data or a message of an environment is not JSON.
+    """
+    rollout: Any = self._rollout  # one in each process, as `setup` has checked
+
+    def mine() -> list[Any]:
+      self._wait(job)
+      return job.share()
+
+    job.take_shares(rollout.exchange("rollouts", mine))
+    self._experience.phases.add("exchange_wait", rollout.take_waited())
 
   def _note_timings(self, job: Job) -> None:
     phases, now = self._experience.phases, time.monotonic()
@@ -203,23 +237,12 @@ class Greedy(Sync):
     """Returns the prompts that are ahead; their rollouts are in the journal."""
     if self._journal is not None:
       self._journal.sync()
-    out = [
-      {"number": job.number, "batch": dataclasses.asdict(job.batch)}
-      for job in self._kept
-    ]
-    try:
-      json.dumps(out)
-    except TypeError as error:
-      raise TypeError(
-        f"prompts cannot be saved as JSON ({error}): use strings, numbers, lists and "
-        "dicts in the columns of the data"
-      ) from error
-    return out
+    return [job.to_json() for job in self._kept]
 
   def load(self, saved: list[Any]) -> None:
     for one in saved:
       job = Job.of(PromptBatch(**one["batch"]), one["number"])
-      self._read_ended(job)
+      job.read_ended(self._journal)
       self._jobs.append(job)
     self.commit()
 
@@ -234,20 +257,6 @@ class Greedy(Sync):
     """Returns the lock of what the engine's thread reads, if there is that thread."""
     return contextlib.nullcontext() if self._loop is None else self._loop.changed
 
-  def _read_ended(self, job: Job) -> None:
-    if self._journal is None:
-      return
-    for prompt in job.missing:
-      if (job.number, prompt) in self._journal.ended:
-        content = self._journal.content((job.number, prompt))
-        rollouts = saved_rollouts.from_json(content)
-        if str(rollouts.batch.prompts) != str([job.batch.prompts[prompt]]):
-          raise JournalError(
-            f"{self._journal.folder} has other data for prompt {prompt} of batch "
-            f"{job.number}: use the data of that run, or another folder"
-          )
-        job.groups[prompt] = rollouts
-
   def _prompts_of_first_batch(self) -> int:
     """Returns the size that all engines of a run have, also those after a kill.
 
@@ -255,10 +264,10 @@ class Greedy(Sync):
     log-probabilities. The last batch of the data may be smaller.
     """
     ended = {} if self._journal is None else self._journal.ended
-    sizes = [prompt + 1 for batch, prompt in ended if batch == 0]
+    size = sum(batch == 0 for batch, _ in ended)
     job = self._jobs[0]
-    own = len(job.batch.prompts)
-    return max(sizes, default=own) if job.number else own
+    own = max(1, len(job.mine))
+    return (size or own) if job.number else own
 
   def _start(self, prompts: int) -> None:
     """Starts the engine's thread with the present weights."""
@@ -271,6 +280,7 @@ class Greedy(Sync):
       on_end=self._take,
       on_start=self._start_again,
       vocab_size=model.config.vocab_size,
+      mesh=self._rollout.mesh,
     )
     self._loop.offer(self._cluster.weights())
     self._loop.start()
@@ -331,7 +341,7 @@ class Greedy(Sync):
 
   def _start_groups(self) -> None:
     for job in self._jobs:
-      key = self._experience.key(job.batch, job.number)
+      key = local_arrays.key_here(self._experience.key(job.batch, job.number))
       for prompt in job.missing:
         if prompt not in job.policies:
           self._start_group(job, prompt, key)
@@ -352,13 +362,9 @@ class Greedy(Sync):
     thread.start()
 
   def _take(self, ended: Ended) -> None:
-    number, prompt = ended.policy.group
     for job in self._jobs:
-      if job.number == number:
-        job.groups[prompt] = ended.rollouts
-        job.ended_at[prompt] = time.monotonic()
-        job.seconds.append(ended.policy.phases.seconds)
-        job.policies.pop(prompt, None)
+      if job.number == ended.policy.group[0]:
+        job.take(ended)
 
   def _abandon(self) -> None:
     for job in {id(job): job for job in [*self._jobs, *self._kept]}.values():

@@ -32,8 +32,11 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+import jax
+
 DECISIONS, EPISODES = "decisions.bin", "episodes.bin"
 FOLDER = "journal"  # in the folder of the checkpoints
+_PROCESS = "process_"  # begins the name of the folder of each of several processes
 
 _MAGIC = b"tunix journal 1\n"
 # Length and checksum of the payload, and a checksum of these two. Without the latter, a
@@ -261,6 +264,26 @@ class Journal:
     self.sync()
     self._episodes.close()
     self._file.close()
+
+
+def folder_of(base: pathlib.Path) -> pathlib.Path:
+  """Returns the folder of this process's journal in the folder of a run's journal.
+
+  Each of several processes has one: its engine takes decisions of its own.
+
+  Raises:
+    JournalError: the journal belongs to one process, and this run has several, or the
+      other way round. `Journal.check` compares how many.
+  """
+  several = jax.process_count() > 1
+  found = base / DECISIONS if several else base / f"{_PROCESS}0"
+  if found.exists():
+    counts = ["1 process", "several"]
+    raise JournalError(
+      f"{base} belongs to a run with {counts[not several]}, and this run has "
+      f"{counts[several]}: start as many as then, or use another folder"
+    )
+  return base / f"{_PROCESS}{jax.process_index()}" if several else base
 
 
 def digest_of(value: Any) -> str:

@@ -195,6 +195,8 @@ class RewardManager:
     prompts: Sequence[Any],
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    is_share: bool = False,
   ) -> RewardOutput:
     """Computes the rewards of B rows.
 
@@ -202,6 +204,7 @@ class RewardManager:
       prompts: B prompts.
       completions: B completions.
       columns: further columns of the dataset, B entries each.
+      is_share: True if only this process has these rows, and makes all calls.
 
     Raises:
       TypeError: a column that a function needs is missing, or columns cannot be sent to
@@ -220,7 +223,8 @@ class RewardManager:
         calls.append(Call(i, part, min(size, count - start)))
         owners.append(self.names[i])
     outcomes: dict[str, list[Outcome]] = {name: [] for name in self.names}
-    for name, part in zip(owners, self._run(calls)):
+    run = self._run_here if is_share else self._run
+    for name, part in zip(owners, run(calls)):
       outcomes[name] += part
     weights = dict(zip(self.names, self._weights))
     return RewardOutput(outcomes=outcomes, weights=weights)
@@ -236,10 +240,10 @@ class RewardManager:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _run(self, calls: list[Call]) -> list[list[Outcome]]:
+  def _run(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:
     """Runs each call on exactly one process; all processes get all outcomes."""
     if jax.process_count() == 1:
-      return [list(part) for part in self._run_here(calls)]
+      return self._run_here(calls)
     parts = coordination.deal("rewards", calls, self._as_json, _GATHER_TIMEOUT_S)
     return [[_OUTCOMES[kind](*fields) for kind, fields in part] for part in parts]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -12,6 +13,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.rl import local_arrays, reshard
 from tunix.rl.config import ClusterConfig, Role
+from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import BaseRollout
 from tunix.utils import mesh as mesh_lib
 
@@ -62,9 +64,16 @@ def make_rollout(
   """Makes the engine that samples.
 
   Raises:
-    ValueError: the name of the engine is unknown.
+    ValueError: the name of the engine is unknown, or there are several processes and
+      the engine is not one of ours.
   """
   engine: Any = config.rollout_engine
+  names = (*vanilla_rollout.NAMES, REMOTE)
+  if jax.process_count() > 1 and engine not in names:
+    raise ValueError(
+      f"rollout_engine is {engine!r}: with {jax.process_count()} processes expected "
+      f"one of {', '.join(names)}"
+    )
   if isinstance(engine, str):
     if engine not in ENGINES:
       raise ValueError(

@@ -9,11 +9,9 @@ from flax import nnx
 
 from tunix.models import calling
 from tunix.models.transformer import route_records
-from tunix.rl import roles
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.module_state import is_lora
@@ -82,8 +80,7 @@ def _check_processes(cluster: RLCluster) -> None:
   """Checks a cluster of several processes, which compute every role together.
 
   Raises:
-    ValueError: a role is not on the devices of all processes, or the engine is not one
-      of ours.
+    ValueError: a role is not on the devices of all processes.
   """
   count = jax.process_count()
   models = {"actor": cluster.actor, "critic": cluster.critic}
@@ -100,12 +97,6 @@ def _check_processes(cluster: RLCluster) -> None:
         "with several processes every role needs a mesh over all devices; set it with "
         "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
       )
-  names = (*vanilla_rollout.NAMES, roles.REMOTE)
-  if cluster.cluster_config.rollout_engine not in names:
-    raise ValueError(
-      f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
-      f"processes expected one of {', '.join(names)}"
-    )
 
 
 def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
@@ -158,12 +149,6 @@ def _check_processes_overlap(cluster: RLCluster, name: str) -> None:
     ValueError: the schedule, the engine, its devices or a role does not allow it.
   """
   given = f"schedule is {name!r} and there are {jax.process_count()} processes"
-  if name == "greedy":
-    raise ValueError(
-      f"{given}: the engines would take new weights before different launches, which "
-      "one journal does not describe. Set schedule to lagged with rollout_engine "
-      '"per_process", or start one process'
-    )
   if not cluster.rollout.is_per_process:
     raise ValueError(
       f"{given}, whose samples and updates would be programs over all devices, started "
