@@ -26,6 +26,8 @@ COMPILED = (
   "gemma3_4b",
   "gemma4_e2b",
   "gemma_2b",
+  "glm4p7_flash",
+  "gpt_oss_20b",
   "granite3p3_2b",
   "granite4_1b",
   "llama3p2_1b",
@@ -39,6 +41,7 @@ COMPILED = (
   "qwen3_0p6b",
   "qwen3_30b_a3b",
   "qwen3p5_0p8b",
+  "qwen3p5_35b_a3b",
   "smollm3_3b",
 )
 

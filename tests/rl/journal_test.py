@@ -119,6 +119,18 @@ def test_other_settings_are_refused(tmp_path):
     Journal(tmp_path).check({"lag": 2})
 
 
+def test_the_journal_of_one_process_is_not_that_of_several(tmp_path, monkeypatch):
+  assert journal.folder_of(tmp_path) == tmp_path
+  written(tmp_path)
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  message = (
+    "a run with 1 process, and this run has several: start as many processes as it"
+  )
+  with pytest.raises(JournalError, match=message):
+    journal.folder_of(tmp_path)
+  assert journal.folder_of(tmp_path / "new").name == "process_0"
+
+
 def test_the_journal_of_another_run_is_not_changed(tmp_path):
   data = written(tmp_path)
   path_of(tmp_path).write_bytes(data[:-1])

@@ -95,6 +95,8 @@ def engines(job, rewards, **options: Any):
     rollout |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
     limits = EpisodeConfig(max_turns=3, max_tokens=24)
     more = {"env": Fragile, "episodes": limits}
+    if "greedy" in job:  # each process computes those of its own prompts
+      more["reward_fns"] = rewards
   engine = "per_process"
   if job.startswith("hosts"):
     engine, rollout["engine_options"] = "remote", {"urls": host_urls()}

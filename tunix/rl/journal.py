@@ -281,7 +281,8 @@ def folder_of(base: pathlib.Path) -> pathlib.Path:
     counts = ["1 process", "several"]
     raise JournalError(
       f"{base} belongs to a run with {counts[not several]}, and this run has "
-      f"{counts[several]}: start as many as then, or use another folder"
+      f"{counts[several]}: start as many processes as it began with, or use another "
+      "folder"
     )
   return base / f"{_PROCESS}{jax.process_index()}" if several else base
 

@@ -108,7 +108,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
   name = cluster.cluster_config.training_config.schedule
   if name == "greedy" and cluster.rollout.is_remote:
     raise ValueError(
-      "schedule is 'greedy', whose journal describes one engine in this process, and "
+      "schedule is 'greedy', whose journal describes an engine of its own process, and "
       "the engines are on other hosts: set schedule to lagged"
     )
   if jax.process_count() > 1:

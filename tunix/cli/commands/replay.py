@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such run, or it has no checkpoint.
-    ValueError: the run is no run of RL, or the folder of the repeated run is not empty.
+    ValueError: the run is no run of RL or one of several processes, or the folder of
+      the repeated run is not empty.
     ReplayError: an environment, a reward function or the engine answered otherwise.
     RuntimeError: weights or metrics differ.
   """
@@ -70,6 +71,14 @@ def replay(path: pathlib.Path, to: pathlib.Path, timeout_s: float | None) -> Non
     raise ValueError(
       f"{path} is a run of the job {config.job}, expected one of RL: a run of another "
       "job gives the same bytes when the same command runs in another folder"
+    )
+  shared = config.distributed
+  if shared.coordinator is not None and shared.num_processes != 1:
+    raise ValueError(
+      f"{path} is a run of several processes (distributed.coordinator is "
+      f"{shared.coordinator!r}), and tunix replay runs in one: start the command of "
+      "the run again on all processes, with another output_dir and, if rl.schedule is "
+      f"greedy, rl.replay={run.checkpoints / FOLDER}; then compare logs/metrics.jsonl"
     )
   if not (steps := run.steps()):
     raise FileNotFoundError(f"{path} has no checkpoint: there is nothing to compare")
