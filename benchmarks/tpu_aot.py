@@ -68,7 +68,7 @@ def sharded(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeS
 
 
 def row_tokens(mesh: Mesh, rows: int, length: int) -> jax.ShapeDtypeStruct:
-  row = NamedSharding(mesh, P(("fsdp",)))
+  row = NamedSharding(mesh, P(("fsdp", "ep")))
   return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=row)
 
 
@@ -106,10 +106,10 @@ def lower(
     )
 
 
-def tpu_mesh(topology: str, fsdp: int, tp: int) -> Mesh:
+def tpu_mesh(topology: str, fsdp: int, ep: int, tp: int) -> Mesh:
   """A mesh of chips that are not here."""
   found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-  return Mesh(np.array(found.devices).reshape(fsdp, tp), ("fsdp", "tp"))
+  return Mesh(np.array(found.devices).reshape(fsdp, ep, tp), ("fsdp", "ep", "tp"))
 
 
 def main() -> None:
@@ -117,13 +117,14 @@ def main() -> None:
   parser.add_argument("--preset", default="llama3p1_8b")
   parser.add_argument("--topology", default="v5e:4x4")
   parser.add_argument("--fsdp", type=int, default=8)
+  parser.add_argument("--ep", type=int, default=1)
   parser.add_argument("--tp", type=int, default=2)
   parser.add_argument("--rows", type=int, default=8)
   parser.add_argument("--length", type=int, default=4096)
   parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights")
   parser.add_argument("--forward", action="store_true", help="logits, no training")
   args = parser.parse_args()
-  mesh = tpu_mesh(args.topology, args.fsdp, args.tp)
+  mesh = tpu_mesh(args.topology, args.fsdp, args.ep, args.tp)
   start = time.perf_counter()
   job = (args.preset, mesh, args.rows, args.length)
   lowered = lower_forward(*job) if args.forward else lower(*job, args.lora)
@@ -137,9 +138,9 @@ def main() -> None:
   }
   what = "forward" if args.forward else f"LoRA {args.lora}" if args.lora else "AdamW"
   print(
-    f"{args.preset}, {what}, on {args.topology}, fsdp {args.fsdp} x tp {args.tp}, "
-    f"{args.rows} x {args.length} tokens: lowered in {traced - start:.0f} s, "
-    f"compiled in {done - traced:.0f} s"
+    f"{args.preset}, {what}, on {args.topology}, fsdp {args.fsdp} x ep {args.ep} x "
+    f"tp {args.tp}, {args.rows} x {args.length} tokens: lowered in "
+    f"{traced - start:.0f} s, compiled in {done - traced:.0f} s"
   )
   print(
     f"a chip: arguments {plan.argument_size_in_bytes / gib:.2f} GiB, temporary "

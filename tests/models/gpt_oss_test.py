@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import families, lora, tiny
+from tunix.models import families, lora, stored_formats, tiny
 from tunix.models.automodel import AutoModel
 from tunix.models.gpt_oss.model import ModelConfig
 from tunix.models.gpt_oss.params import config_from_hf, config_to_hf
@@ -39,12 +39,14 @@ PUBLISHED = {
   },
   "router_aux_loss_coef": 0.9,
   "swiglu_limit": 7.0,
-  "quantization_config": {"quant_method": "mxfp4"},
 }
 
 
 def test_the_published_config_is_the_preset():
-  assert config_from_hf(PUBLISHED) == ModelConfig.gpt_oss_20b()
+  published = stored_formats.plain(
+    PUBLISHED | {"quantization_config": {"quant_method": "mxfp4"}}
+  )
+  assert config_from_hf(published) == ModelConfig.gpt_oss_20b()
   absent = {"num_hidden_layers": 24, "num_local_experts": 32}
   assert config_from_hf(absent) == ModelConfig.gpt_oss_20b()
   assert config_from_hf({}) == ModelConfig.gpt_oss_120b()

@@ -19,14 +19,14 @@ from tunix.models import (
   families,
   fused_experts,
   hub,
-  mxfp4,
   naming,
   safetensors_loader,
+  stored_formats,
   tensor_files,
 )
 from tunix.models.families import Family
 from tunix.models.quantisation import QuantisationConfig
-from tunix.models.transformer import hf_moe, sharding as sharding_lib
+from tunix.models.transformer import sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -85,10 +85,9 @@ class AutoModel:
     hf = tensor_files.read_json(config_file)
     try:
       family = family or families.by_model_type(hf.get("model_type"))
-      config = family.config_from_hf(hf)
+      config = family.config_from_hf(stored_formats.plain(hf))
       tensors = _canonical(tensor_files.open_folder(path), family)
-      if hf_moe.is_mxfp4(hf):
-        tensors = mxfp4.joined(tensors)
+      tensors = stored_formats.decoded(hf, tensors)
       tensors = fused_experts.join(tensors, family.names)
       stored = _stored_dtype(hf, family, tensors)
     except ValueError as error:
@@ -208,7 +207,7 @@ def config_of_folder(
     family = families.by_model_type(hf.get("model_type"))
     stored = _stored_dtype(hf, family, {})
     return with_options(
-      family.config_from_hf(hf),
+      family.config_from_hf(stored_formats.plain(hf)),
       **dict.fromkeys(("dtype", "param_dtype"), stored),
     )
   except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from tunix.models.transformer.config import (
@@ -60,15 +61,22 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
     fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, **own)
   if config.mla is not None:
     rank = None if config.mla.q_rank is None else 64
-    fields["mla"] = dataclasses.replace(config.mla, q_rank=rank, **_LATENT)
+    mla = dataclasses.replace(config.mla, q_rank=rank, **_LATENT)
+    fields["mla"] = mla
+    if config.query_scale is not None:  # proportional to query_dim ** -0.5
+      shorter = config.mla.query_dim / mla.query_dim
+      fields["query_scale"] = config.query_scale * math.sqrt(shorter)
+  if config.num_heads * config.head_dim == config.embed_dim:  # some families demand it
+    fields["head_dim"] = _SIZES["embed_dim"] // _SIZES["num_heads"]
   if config.rope.scaling == "longrope":  # it has numbers for each pair of dimensions
-    pairs = config.rope.rotated(_SIZES["head_dim"]) // 2
+    head_dim = fields.get("head_dim", _SIZES["head_dim"])
+    pairs = config.rope.rotated(head_dim) // 2
     numbers = {x: getattr(config.rope, x)[:pairs] for x in _DIVISORS}
     fields["rope"] = dataclasses.replace(config.rope, **numbers)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
     fields["vision"] = dataclasses.replace(tower, **_TOWER)
-  return dataclasses.replace(config, **_SIZES, **fields)
+  return dataclasses.replace(config, **_SIZES | fields)
 
 
 def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:

@@ -99,12 +99,12 @@ def test_who_sees_whom():
   valid = tokens != 0
   is_image = torch.tensor(tokens == 9).long()
   masks = gemma3.create_masks_for_vision_model(
-    config=config,
-    inputs_embeds=torch.zeros(*tokens.shape, 16),
-    attention_mask=torch.tensor(valid).long(),
-    past_key_values=None,
-    position_ids=None,
-    block_sequence_ids=gemma3.get_block_sequence_ids_for_mask(is_image),
+    config,
+    torch.zeros(*tokens.shape, 16),
+    torch.tensor(valid).long(),
+    None,  # the cache, whose name depends on transformers' version
+    None,
+    gemma3.get_block_sequence_ids_for_mask(is_image),
   )
   groups = image_tokens.image_groups(jnp.asarray(tokens), 9)
   length = tokens.shape[1]

@@ -60,7 +60,6 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  hf = hf_moe.without_mxfp4(hf)
   spelled = hf.get("rope_scaling") or hf.get("rope_parameters")
   hf = _DEFAULTS | dict(hf) | ({} if spelled else {"rope_parameters": _ROPE})
   hf_config.check_supported(hf, {"hidden_act": ("silu", None)})

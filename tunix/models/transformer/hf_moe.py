@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.transformer.config import MoEConfig
@@ -26,16 +25,3 @@ def write_losses(moe: MoEConfig) -> dict[str, Any]:
   if not moe.balance_weight:
     return {"output_router_logits": False}
   return {"output_router_logits": True, "router_aux_loss_coef": moe.balance_weight}
-
-
-def is_mxfp4(hf: HfConfig) -> bool:
-  """Returns True if the folder holds experts in MXFP4."""
-  settings = hf.get("quantization_config")
-  return isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
-
-
-def without_mxfp4(hf: HfConfig) -> dict[str, Any]:
-  """Returns the settings without those of MXFP4: the loader decodes its tensors."""
-  if not is_mxfp4(hf):
-    return dict(hf)
-  return {name: value for name, value in hf.items() if name != "quantization_config"}

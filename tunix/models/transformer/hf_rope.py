@@ -138,7 +138,8 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
   if rope.query_beta is not None:
     scaling["llama_4_scaling_beta"] = rope.query_beta
     scaling["original_max_position_embeddings"] = rope.original_max_position
-  if rope.scaling is not None:
+  # transformers warns of a factor of "proportional", for which 1 is the default.
+  if rope.scaling not in (None, "proportional") or rope.factor != 1.0:
     scaling["factor"] = rope.factor
   if rope.scaling in ("llama3", "yarn", "longrope"):
     scaling["original_max_position_embeddings"] = rope.original_max_position

@@ -1,0 +1,154 @@
+"""Tensors of checkpoints that are stored in FP8 with scales (arXiv:2412.19437, 3.3).
+
+A tensor X [..., out, in] is stored in float8 (E4M3) beside `X_scale_inv`. Number (r, c)
+is multiplied by scale (r // R, c // C), where R and C are the `weight_block_size` of
+`config.json`. Without that setting there is one scale for each matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tunix.models.stored_tensor import StoredTensor
+
+_SCALES = "_scale_inv"
+# Scales of a layer's inputs, which are not rounded here.
+_OF_INPUTS = "activation_scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTensor(StoredTensor):
+  """A tensor that is decoded when it is read.
+
+  Attributes:
+    values, scales: the stored tensors.
+    block: rows and columns that share a scale.
+  """
+
+  values: StoredTensor = dataclasses.field(kw_only=True)
+  scales: StoredTensor = dataclasses.field(kw_only=True)
+  block: tuple[int, int] = dataclasses.field(kw_only=True)
+
+  def map(self) -> _View:  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Returns an object whose slices are arrays of decoded numbers."""
+    grid = (*self.shape[:-2], *_grid(self.shape, self.block))
+    return _View(self.values.map(), self.scales.map().reshape(grid), self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+  """The numbers of a scaled tensor [..., out, in], decoded by slicing.
+
+  Attributes:
+    values, scales: the stored numbers.
+    block: see `ScaledTensor`.
+  """
+
+  values: np.ndarray
+  scales: np.ndarray
+  block: tuple[int, int]
+
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a slice in float32; `index` has a slice for every axis, of step 1."""
+    *lead, rows, columns = index
+    scales = self.scales[(*lead, slice(None), slice(None))].astype(np.float32)
+    for axis, (part, size) in zip((-2, -1), zip((rows, columns), self.block)):
+      first, last, _ = part.indices(self.values.shape[axis])
+      scales = np.take(scales, np.arange(first, last) // size, axis)
+    return self.values[index].astype(np.float32) * scales
+
+
+def joined(
+  tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+  """Returns the tensors with numbers and their scales as one `ScaledTensor`.
+
+  Args:
+    tensors: the tensors of a checkpoint by name.
+    settings: `quantization_config` of its `config.json`.
+
+  Raises:
+    ValueError: numbers have no scales or the reverse, a pair has other dtypes or shapes
+      than the settings say, or the settings are not supported.
+  """
+  block = _block_size(settings)
+  out = {key: tensor for key, tensor in tensors.items() if not key.endswith(_OF_INPUTS)}
+  for key in [key for key in out if key.endswith(_SCALES)]:
+    scales, name = out.pop(key), key.removesuffix(_SCALES)
+    if name not in out:
+      raise ValueError(
+        f"tensor {name!r} is missing; expected it beside {key!r}. Download the folder "
+        "again"
+      )
+    out[name] = _scaled(out[name], scales, block)
+  for key, tensor in out.items():
+    if tensor.dtype.itemsize == 1:
+      raise ValueError(
+        f"tensor {key!r} is {tensor.dtype} without scales; expected "
+        f"{key + _SCALES!r} beside it. Download the folder again"
+      )
+  return out
+
+
+def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+  size = settings.get("weight_block_size")
+  if settings.get("expert_dtype", "fp8") != "fp8":
+    raise ValueError(
+      f"quantization_config.expert_dtype is {settings['expert_dtype']!r}; expected "
+      "'fp8'. Use a folder in bfloat16"
+    )
+  if size is None:
+    return None
+  whole = isinstance(size, (list, tuple)) and len(size) == 2
+  if not whole or any(type(n) is not int or n < 1 for n in size):
+    raise ValueError(
+      f"quantization_config.weight_block_size is {size!r}; expected two whole numbers "
+      "above 0, or null for one scale a matrix"
+    )
+  return size[0], size[1]
+
+
+def _last_axes(shape: tuple[int, ...]) -> tuple[int, int] | None:
+  if len(shape) < 2 or 0 in shape:
+    return None
+  return shape[-2], shape[-1]
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+  """Returns the number of blocks along the last two axes."""
+  return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
+
+
+def _scaled(
+  values: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None
+) -> ScaledTensor:
+  shape = values.shape
+  matrix = _last_axes(shape)
+  size = block or matrix or (1, 1)
+  expected = (*shape[:-2], *_grid(shape, size)) if matrix else None
+  # A single scale is stored with no axis, with one or with two.
+  single = expected == (1, 1) and scales.shape in ((), (1,))
+  is_fp8 = values.dtype == jnp.float8_e4m3fn
+  is_fp8 = is_fp8 and jnp.issubdtype(scales.dtype, jnp.floating)
+  if not is_fp8 or not (scales.shape == expected or single):
+    blocks = "one scale a matrix" if block is None else f"blocks of {block}"
+    raise ValueError(
+      f"tensors {values.name!r} and {scales.name!r} are {values.dtype}{shape} and "
+      f"{scales.dtype}{scales.shape}; expected float8_e4m3fn matrices with {blocks}, "
+      "as quantization_config says. Download the folder again"
+    )
+  return ScaledTensor(
+    values.name,
+    values.file,
+    np.dtype(jnp.bfloat16),
+    shape,
+    values.offset,
+    values=values,
+    scales=scales,
+    block=size,
+  )
