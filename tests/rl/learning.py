@@ -1,6 +1,7 @@
 """Every algorithm on sums that the model half knows: python -m tests.rl.learning NAME.
 
-With `--lag 4` batches are sampled four steps ahead of their update.
+`python -m tests.rl.learning grpo --lags 0 1 4 --seeds 0 1 2` compares schedules: with
+lag 4 batches are sampled four steps ahead of their update.
 
     37+48=     85
 
@@ -9,6 +10,7 @@ for the right sum, else 0. No sum comes twice but by chance.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import random
@@ -165,17 +167,26 @@ def marks(curve: list[float]) -> list[float]:
   return [round(float(np.mean(curve[end - 10 : end])), 3) for end in ends]
 
 
-def plot(curves: dict[str, list[float]], file: pathlib.Path) -> None:
-  """Means over ten batches of rollouts; DAPO draws more than one a step."""
+def plot(curves: dict[str, list[list[float]]], file: pathlib.Path) -> None:
+  """Means over ten batches of rollouts, and the band of the seeds; DAPO draws more than
+  one batch a step."""
   import matplotlib
 
   matplotlib.use("Agg")
   from matplotlib import pyplot
 
   figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-  for name, curve in curves.items():
-    means = np.convolve(curve, np.full(10, 0.1), "valid")
-    axes.plot(np.arange(10, len(curve) + 1), means, label=name, linewidth=1.2)
+  for name, seeds in curves.items():
+    shortest = min(map(len, seeds))
+    means = np.array(
+      [np.convolve(curve[:shortest], np.full(10, 0.1), "valid") for curve in seeds]
+    )
+    x = np.arange(10, shortest + 1)
+    (line,) = axes.plot(x, means.mean(0), label=name, linewidth=1.2)
+    if len(seeds) > 1:
+      axes.fill_between(
+        x, means.min(0), means.max(0), color=line.get_color(), alpha=0.2
+      )
   axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=(0.4, 1.0))
   axes.grid(alpha=0.3)
   axes.legend(ncols=2, frameon=False)
@@ -187,17 +198,21 @@ def main() -> None:
   options = argparse.ArgumentParser(description=__doc__)
   options.add_argument("names", nargs="*", choices=[*ALGORITHMS, []])
   options.add_argument("--plot", type=pathlib.Path, help="a PNG to write")
-  options.add_argument("--seed", type=int, default=0)
-  options.add_argument("--lag", type=int, default=0, help="of `schedule=lagged`")
+  options.add_argument("--seeds", type=int, nargs="+", default=[0])
+  options.add_argument("--lags", type=int, nargs="+", default=[0], help="0: `sync`")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
-    for name in given.names or ALGORITHMS:
+    for name, seed, lag in itertools.product(
+      given.names or ALGORITHMS, given.seeds, given.lags
+    ):
       start = time.process_time()
-      curve = curves[name] = rewards(name, model, given.seed, given.lag)
+      curve = rewards(name, model, seed, lag)
+      label = f"{name}, lag {lag}" if lag else name
+      curves.setdefault(label, []).append(curve)
       spent = round(time.process_time() - start)
-      record = {"algorithm": name, "cpu_s": spent, "mean_of_10": marks(curve)}
-      print(json.dumps(record), flush=True)
+      record = {"algorithm": label, "seed": seed, "cpu_s": spent}
+      print(json.dumps(record | {"mean_of_10": marks(curve)}), flush=True)
   if given.plot:
     plot(curves, given.plot)
 

@@ -23,52 +23,17 @@ from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
+from tunix.rl.env.live import Group, Live, MakeGroup
 from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.env.prompt_ids import PromptIds
 from tunix.rl.reward_outcomes import describe
 from tunix.rl.reward_pool import START_TIMEOUT_S
 
-MakeGroup = Callable[[], Any]  # returns an EnvGroup
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
 # A text with more characters than this for each token that it may have is not tokenized
 # at all. The longest tokens of large vocabularies are 128 characters of white space.
 _TOKEN_CHARACTERS = 512
-
-
-@dataclasses.dataclass(eq=False)
-class _Group:
-  """A group of episodes while it runs."""
-
-  number: int
-  make: MakeGroup
-  lives: list[_Live] = dataclasses.field(default_factory=list)
-  builder: Any = None
-  envs: list[Any] = dataclasses.field(default_factory=list)
-  open: int = 0
-
-  @property
-  def episodes(self) -> list[Episode]:
-    return [live.episode for live in self.lives]
-
-
-@dataclasses.dataclass(eq=False)
-class _Live:
-  """An episode while it runs."""
-
-  number: int
-  group: _Group
-  episode: Episode
-  env: Any = None
-  conversation: Conversation | None = None
-  row_prompt: int = 0  # tokens of the first prompt of the row
-  prompt: PromptIds = dataclasses.field(default_factory=PromptIds)
-  started: float = 0.0  # monotonic time
-  stops: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
-  drawn: Drawn | None = None
-  stopped_by: str = ""  # the limit, while the environment gives a last reward
-  is_over: bool = False
 
 
 class Runner:
@@ -113,7 +78,7 @@ class Runner:
     calls = Calls(self._config.workers, self._config.timeout_s)
     return _Batch(self, makers, group_size, policy, calls).run()
 
-  def room(self, live: _Live) -> int:
+  def room(self, live: Live) -> int:
     """Returns the number of tokens that the next action may have."""
     after = len(live.prompt.ids) - min(live.row_prompt, self._max_prompt)
     return min(self._max_action, self._config.max_tokens - after)
@@ -132,15 +97,14 @@ class _Batch:
   ):
     self._runner, self._config = runner, runner._config
     self._size, self._policy, self._calls = group_size, policy, calls
-    self._groups = [_Group(number, make) for number, make in enumerate(makers)]
-    self._lives: list[_Live] = []
+    self._groups = [Group(number, make) for number, make in enumerate(makers)]
+    self._lives: list[Live] = []
     for group in self._groups:
       group.lives = [
-        _Live(group.number * group_size + i, group, Episode())
-        for i in range(group_size)
+        Live(group.number * group_size + i, group, Episode()) for i in range(group_size)
       ]
       self._lives += group.lives
-    self._ready: list[_Live] = []
+    self._ready: list[Live] = []
     self._after = {
       "make": self._after_make,
       "envs": self._after_envs,
@@ -234,7 +198,7 @@ class _Batch:
     ready, self._ready = sorted(self._ready, key=lambda live: live.number), []
     self._policy.submit([self._draw_of(live) for live in ready])
 
-  def _draw_of(self, live: _Live) -> Draw:
+  def _draw_of(self, live: Live) -> Draw:
     texts, ids = live.stops
     return Draw(
       episode=live.number,
@@ -262,7 +226,7 @@ class _Batch:
     # A copy: an environment may change what it gets, and the turn is trained.
     self._call(("step", live.number), env_lib.take, live.env, action.copied())
 
-  def _is_out_of_time(self, live: _Live) -> bool:
+  def _is_out_of_time(self, live: Live) -> bool:
     most = self._config.max_seconds
     return most is not None and time.monotonic() - live.started >= most
 
@@ -337,7 +301,7 @@ class _Batch:
     else:
       self._observe(live, step.next_observation, step.next_stop_condition)
 
-  def _stop(self, live: _Live, reason: str) -> None:
+  def _stop(self, live: Live, reason: str) -> None:
     """Ends an episode by a limit; the environment may still give a reward."""
     final = getattr(live.env, "final_reward", None)
     if final is None or not live.episode.turns:
@@ -352,7 +316,7 @@ class _Batch:
     turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + reward)
     self._end(live, live.stopped_by)
 
-  def _observe(self, live: _Live, observation: Any, stop: Any) -> None:
+  def _observe(self, live: Live, observation: Any, stop: Any) -> None:
     """Makes the prompt of the next action."""
     assert live.conversation is not None
     is_first, most = not live.episode.turns, self._config.max_observation_tokens
@@ -380,7 +344,7 @@ class _Batch:
     else:
       self._ready.append(live)
 
-  def _end(self, live: _Live, reason: str, failure: str | None = None) -> None:
+  def _end(self, live: Live, reason: str, failure: str | None = None) -> None:
     episode, group = live.episode, live.group
     live.is_over = True
     episode.finish_reason, episode.failure = reason, failure
@@ -405,7 +369,7 @@ class _Batch:
       episode.metrics |= env_lib.numbers_of(metrics)
     self._finish(group)
 
-  def _finish(self, group: _Group) -> None:
+  def _finish(self, group: Group) -> None:
     """Closes the environments of a group, whose rewards are complete."""
     for live in group.lives:
       close = getattr(live.env, "close", None)
