@@ -25,11 +25,18 @@ IN_CI = {
 }
 SLOW = dict.fromkeys(
   [
+    "gemma2_2b",
+    "gemma3_1b",
     "granite3p3_2b",
     "granite4_1b",
+    "llama3p2_1b",
     "ministral3_3b",
+    "mistral_7b_v0p3",
+    "olmo2_1b",
     "olmo3_7b",
     "phi4_mini_3p8b",
+    "qwen2p5_0p5b",
+    "qwen3_0p6b",
     "smollm3_3b",
   ],
   MESH,

@@ -1,4 +1,4 @@
-"""Three odd tiny configurations of `transformers` for each family of FAMILIES."""
+"""Odd tiny configurations of `transformers` for each family of FAMILIES."""
 
 SIZES = {
   "vocab_size": 48,
@@ -28,7 +28,8 @@ MAMBA = {
   "head_dim": 6,
 }
 
-# Family -> (name of `transformers` before "Config", three sets of fields).
+# Family -> (name of `transformers` before "Config", sets of fields). A set may name
+# another kind of the family as "kind".
 FAMILIES = {
   "olmo3": (
     "Olmo3",
@@ -412,6 +413,130 @@ FAMILIES["deepseek_v3"] = (
       "attention_bias": True,
     },
     ONE_LAYER | LATENT | GROUPED | {"first_k_dense_replace": 0, "topk_group": 1},
+  ),
+)
+LLAMA3 = {
+  "rope_type": "llama3",
+  "rope_theta": 100.0,
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+FAMILIES["llama3"] = (
+  "Llama",
+  (
+    FIVE | {"rope_parameters": LLAMA3, "num_key_value_heads": 1},
+    THREE | {"head_dim": 6, "tie_word_embeddings": True, "attention_bias": True},
+    ONE_LAYER
+    | {
+      "num_key_value_heads": 4,
+      "rms_norm_eps": 1e-2,
+      "rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0},
+    },
+  ),
+)
+FAMILIES["mistral"] = (
+  "Mistral",
+  (
+    FIVE | {"sliding_window": 3, "head_dim": 6},
+    THREE | {"sliding_window": None, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+    ONE_LAYER
+    | {
+      "sliding_window": 1,
+      "tie_word_embeddings": True,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    },
+  ),
+)
+FAMILIES["olmo2"] = (
+  "Olmo2",
+  (
+    FIVE | {"rms_norm_eps": 1e-3},
+    THREE
+    | {
+      "num_key_value_heads": 1,
+      "tie_word_embeddings": True,
+      "rope_parameters": YARN | {"rope_theta": 100.0},
+    },
+    ONE_LAYER | {"attention_bias": True, "num_attention_heads": 2},
+  ),
+)
+FAMILIES["qwen2"] = (
+  "Qwen2",
+  (
+    FIVE | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    THREE | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ONE_LAYER
+    | {"num_key_value_heads": 4, "rope_parameters": YARN | {"rope_theta": 100.0}},
+  ),
+)
+FAMILIES["qwen3"] = (
+  "Qwen3",
+  (
+    FIVE | {"head_dim": 6, "rms_norm_eps": 1e-3},
+    THREE
+    | {
+      "head_dim": 8,
+      "num_key_value_heads": 1,
+      "attention_bias": True,
+      "tie_word_embeddings": True,
+      "rope_parameters": YARN | {"rope_theta": 100.0},
+    },
+    FIVE
+    | SPARSE
+    | {
+      "kind": "Qwen3Moe",
+      "head_dim": 6,
+      "mlp_only_layers": [1],
+      "decoder_sparse_step": 2,
+      "norm_topk_prob": True,
+    },
+    # Every token uses every expert.
+    ONE_LAYER | SPARSE | {"kind": "Qwen3Moe", "head_dim": 4, "num_experts_per_tok": 5},
+  ),
+)
+FAMILIES["gemma"] = (
+  "Gemma",
+  (
+    THREE | {"head_dim": 6, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+    FIVE
+    | {
+      "kind": "Gemma2",
+      "head_dim": 6,
+      "sliding_window": 3,
+      "query_pre_attn_scalar": 7,
+      "attn_logit_softcapping": 2.0,
+      "final_logit_softcapping": 1.5,
+    },
+    THREE
+    | {
+      "kind": "Gemma2",
+      "head_dim": 4,
+      "layer_types": [FULL, SLIDING, FULL],
+      "sliding_window": 1,
+      "attention_bias": True,
+      "attn_logit_softcapping": None,
+      "final_logit_softcapping": None,
+    },
+  ),
+)
+FAMILIES["gemma3"] = (
+  "Gemma3Text",
+  (
+    FIVE | {"head_dim": 6, "sliding_window": 3, "query_pre_attn_scalar": 7},
+    THREE
+    | {
+      "head_dim": 8,
+      "num_key_value_heads": 1,
+      "layer_types": [FULL, SLIDING, FULL],
+      "sliding_window": 1,
+      "rope_parameters": {
+        FULL: {"rope_type": "linear", "rope_theta": 100.0, "factor": 8.0},
+        SLIDING: DEFAULT,
+      },
+    },
+    ONE_LAYER | {"head_dim": 4, "layer_types": [FULL], "attention_bias": True},
   ),
 )
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

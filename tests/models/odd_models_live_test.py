@@ -92,7 +92,8 @@ def case(request, tmp_path_factory):
   name, number = request.param
   kind, cases = odd_models.FAMILIES[name]
   folder = tmp_path_factory.mktemp("odd")
-  config = getattr(transformers, f"{kind}Config")(**odd_models.SIZES | cases[number])
+  fields = odd_models.SIZES | {"kind": kind} | cases[number]
+  config = getattr(transformers, f"{fields.pop('kind')}Config")(**fields)
   torch.manual_seed(number)
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   model.set_attn_implementation("eager")

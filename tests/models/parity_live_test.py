@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.models import checkpoints, odd_models
+from tests.models import checkpoints
 from tunix.models import families, heads, lora
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
@@ -74,11 +74,11 @@ def test_saved_back_folder(name, tmp_path):
   assert theirs.generation_config.eos_token_id == 2
 
 
-# odd_models_live_test.py saves the families that have odd configurations.
-FRESH = {*families.FAMILIES} - {"gemma3_multimodal"} - {*odd_models.FAMILIES}
+# odd_models_live_test.py saves every family, but from a folder.
+FRESH = ("gemma", "gemma3", "llama3", "mistral", "olmo2", "qwen2", "qwen3")
 
 
-@pytest.mark.parametrize("family", sorted(FRESH))
+@pytest.mark.parametrize("family", FRESH)
 def test_fresh_model(family, tmp_path):
   config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR)
   model = widen(AutoModel.from_config(config))
