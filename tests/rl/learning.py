@@ -1,7 +1,8 @@
 """Every algorithm on sums that the model half knows: python -m tests.rl.learning NAME.
 
-`python -m tests.rl.learning grpo --lags 0 1 4 --seeds 0 1 2` compares schedules: with
-lag 4 batches are sampled four steps ahead of their update.
+`python -m tests.rl.learning grpo --lags 0 1 4 --seeds 0 1 2 --rate 1e-4 --iterations 1
+--stop 60` compares schedules: with lag 4 batches are sampled four steps ahead of their
+update.
 
     37+48=     85
 
@@ -10,6 +11,7 @@ for the right sum, else 0. No sum comes twice but by chance.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -115,9 +117,21 @@ def half_taught(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def rewards(name: str, model: pathlib.Path, seed: int = 0, lag: int = 0) -> list[float]:
-  """Mean reward of the rollouts of every step."""
-  learner, config, rate = ALGORITHMS[name]
+def rewards(
+  name: str,
+  model: pathlib.Path,
+  seed: int = 0,
+  lag: int = 0,
+  *,
+  rate: float | None = None,
+  iterations: int | None = None,
+  stop: int = STEPS,
+) -> list[float]:
+  """Mean reward of the rollouts of every step, of which `stop` are made."""
+  learner, config, usual = ALGORITHMS[name]
+  rate = usual if rate is None else rate
+  if iterations is not None:
+    config = dataclasses.replace(config, num_iterations=iterations)
   updates = STEPS * UPDATES * config.num_iterations
   schedule = optax.warmup_cosine_decay_schedule(0.0, rate, WARMUP, updates)
   actor = AutoModel.from_pretrained(model)
@@ -132,7 +146,7 @@ def rewards(name: str, model: pathlib.Path, seed: int = 0, lag: int = 0) -> list
         actor_optimizer=optax.adam(schedule),
         critic_optimizer=optax.adam(1e-3) if critic else None,
         mini_batch_size=PROMPTS // UPDATES,
-        max_steps=updates,
+        max_steps=updates * stop // STEPS,
         pbar_description=None,
         **({"schedule": "lagged", "lag": lag} if lag else {}),
       ),
@@ -162,8 +176,11 @@ def rewards(name: str, model: pathlib.Path, seed: int = 0, lag: int = 0) -> list
 
 
 def marks(curve: list[float]) -> list[float]:
-  """Means over ten rollouts: the first, and those before every fiftieth."""
+  """Means over ten rollouts: the first, and those before every fiftieth, or before
+  every tenth of a short run."""
   ends = [10, *range(50, len(curve) + 1, 50)]
+  if len(curve) < 100:
+    ends = [*range(10, len(curve) + 1, 10)]
   return [round(float(np.mean(curve[end - 10 : end])), 3) for end in ends]
 
 
@@ -200,6 +217,9 @@ def main() -> None:
   options.add_argument("--plot", type=pathlib.Path, help="a PNG to write")
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
   options.add_argument("--lags", type=int, nargs="+", default=[0], help="0: `sync`")
+  options.add_argument("--rate", type=float, help="of learning; else the algorithm's")
+  options.add_argument("--iterations", type=int, help="updates on the same rollouts")
+  options.add_argument("--stop", type=int, default=STEPS, help="steps to make")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
@@ -207,7 +227,15 @@ def main() -> None:
       given.names or ALGORITHMS, given.seeds, given.lags
     ):
       start = time.process_time()
-      curve = rewards(name, model, seed, lag)
+      curve = rewards(
+        name,
+        model,
+        seed,
+        lag,
+        rate=given.rate,
+        iterations=given.iterations,
+        stop=given.stop,
+      )
       label = f"{name}, lag {lag}" if lag else name
       curves.setdefault(label, []).append(curve)
       spent = round(time.process_time() - start)
