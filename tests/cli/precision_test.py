@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.cli import runs
+from tests.models import checkpoints
 from tunix.cli import config as config_lib
 from tunix.cli.build import export as build_export, loading
 from tunix.cli.run.settle import settle_values
@@ -86,6 +87,26 @@ def test_a_checkpoint_that_names_no_dtype_has_that_of_its_weights(half, tmp_path
   assert named & hf.keys()
   hf = {key: value for key, value in hf.items() if key not in named}
   (folder / "config.json").write_text(json.dumps(hf))
+  config, model = built(model__path=folder, model__dtype="float32")
+  assert build_export.export_dtype(config, model) == jnp.bfloat16
+
+
+def test_a_folder_in_fp8_is_written_in_the_dtype_of_its_decoded_weights(half, tmp_path):
+  folder = tmp_path / "packed"
+  shutil.copytree(half, folder)
+  tensors = checkpoints.tensors(folder)
+  # The first tensor by name is one of those in FP8.
+  name = "model.layers.0.mlp.down_proj.weight"
+  tensors = {
+    name: tensors[name].astype(jnp.float8_e4m3fn),
+    f"{name}_scale_inv": np.ones((), np.float32),
+    **{key: value for key, value in tensors.items() if key != name},
+  }
+  checkpoints.rewrite(folder, tensors)
+  settings = {"quant_method": "fp8", "weight_block_size": None}
+  checkpoints.change_config(
+    folder, quantization_config=settings, dtype=None, torch_dtype=None
+  )
   config, model = built(model__path=folder, model__dtype="float32")
   assert build_export.export_dtype(config, model) == jnp.bfloat16
 

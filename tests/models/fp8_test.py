@@ -92,6 +92,16 @@ def test_a_folder_equals_its_decoded_numbers(name, settings, tmp_path):
   assert automodel.config_of_folder(packed) == automodel.config_of_folder(plain)
 
 
+def test_each_device_decodes_its_part(tmp_path):
+  packed, _ = folders(tmp_path, "qwen3", SETTINGS)
+  mesh = jax.make_mesh((2, 4), ("fsdp", "tp"))
+  spread = AutoModel.from_pretrained(packed, mesh, dtype=jnp.float32)
+  assert len(spread.layers.mlp.up_proj.kernel.sharding.device_set) == 8
+  whole = map(np.asarray, jax.tree.leaves(nnx.state(load(packed))))
+  for got, want in zip(jax.tree.leaves(nnx.state(spread)), whole, strict=True):
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_what_is_saved_is_plain(tmp_path):
   packed, _ = folders(tmp_path, "qwen3", SETTINGS)
   model = load(packed)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from tunix.cli.build import objects
 from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
-from tunix.models import automodel, lora, safetensors_saver, tensor_files
+from tunix.models import (
+  automodel,
+  lora,
+  safetensors_saver,
+  stored_formats,
+  tensor_files,
+)
 from tunix.models.transformer.model import Transformer
 
 
@@ -81,7 +87,8 @@ def _stored_dtype(folder: pathlib.Path) -> Any:
   named = hf.get("dtype") or hf.get("torch_dtype")
   if named is not None:
     return jnp.dtype(named)
-  return next(iter(tensor_files.open_folder(folder).values())).dtype
+  tensors = stored_formats.decoded(hf, tensor_files.open_folder(folder))
+  return next(iter(tensors.values())).dtype
 
 
 def _name(dtype: Any) -> str:
