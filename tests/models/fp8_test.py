@@ -1,5 +1,7 @@
 """FP8 with scales: numbers by hand, and folders that hold it."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -90,6 +92,26 @@ def test_a_folder_equals_its_decoded_numbers(name, settings, tmp_path):
   states = (nnx.state(load(folder)) for folder in (packed, plain))
   jax.tree.map(np.testing.assert_array_equal, *states)
   assert automodel.config_of_folder(packed) == automodel.config_of_folder(plain)
+
+
+@pytest.mark.parametrize("place", ["config.json", "text_config"])
+def test_text_of_a_folder_with_a_tower(place, tmp_path):
+  packed, plain = folders(tmp_path, "qwen3_5_moe", SETTINGS)
+  text = json.loads((packed / "config.json").read_text())
+  fields = {"model_type": "qwen3_5_moe", "text_config": text}
+  if place == "config.json":
+    fields["quantization_config"] = text.pop("quantization_config")
+  (packed / "config.json").write_text(json.dumps(fields))
+  stored = tensor_files.open_folder(packed)
+  values = {
+    key.replace("model.", "model.language_model.", 1): np.asarray(tensor.map())
+    for key, tensor in stored.items()
+  }
+  mtp = "mtp.layers.0.mlp.up_proj.weight"
+  values |= {mtp: MATRIX["x"], f"{mtp}_scale_inv": MATRIX["x_scale_inv"]}
+  checkpoints.rewrite(packed, values)
+  states = (nnx.state(load(folder)) for folder in (packed, plain))
+  jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_each_device_decodes_its_part(tmp_path):

@@ -98,7 +98,8 @@ def joined(
     if tensor.dtype.itemsize == 1:
       raise ValueError(
         f"tensor {key!r} is {tensor.dtype} without scales; expected "
-        f"{key + _SCALES!r} beside it. Download the folder again"
+        f"{key + _SCALES!r} beside it. Download the folder again, or use one in "
+        "bfloat16"
       )
   return out
 

@@ -1,7 +1,8 @@
 """Formats of fewer bits that published folders store weights in.
 
-`quantization_config.quant_method` of `config.json` names the format. The weights are
-decoded when they are read, so that the rest of loading sees plain numbers.
+`quantization_config.quant_method` of `config.json` names the format. A model with a
+vision tower may have the setting in its `text_config`. The weights are decoded when
+they are read, so that the rest of loading sees plain numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from tunix.models import fp8, mxfp4
 from tunix.models.stored_tensor import StoredTensor
 
-_FIELD = "quantization_config"
+_FIELD, _TEXT = "quantization_config", "text_config"
 Tensors = dict[str, StoredTensor]
 _FORMATS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], Tensors]] = {
   "fp8": fp8.joined,
@@ -20,11 +21,13 @@ _FORMATS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], Tensors]] = {
 }
 
 
-def _method(hf: Mapping[str, Any]) -> str | None:
-  """Returns the format of a folder, or None if it is not one that is decoded."""
+def _settings(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+  """Returns the settings of a format that is decoded, or None."""
   settings = hf.get(_FIELD)
+  if settings is None and isinstance(text := hf.get(_TEXT), Mapping):
+    settings = text.get(_FIELD)
   method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-  return method if isinstance(method, str) and method in _FORMATS else None
+  return settings if isinstance(method, str) and method in _FORMATS else None
 
 
 def plain(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,8 +35,13 @@ def plain(hf: Mapping[str, Any]) -> dict[str, Any]:
 
   Settings of other formats stay, and the families refuse them.
   """
-  dropped = _FIELD if _method(hf) else None
-  return {name: value for name, value in hf.items() if name != dropped}
+  out = dict(hf)
+  if _settings(hf) is None:
+    return out
+  out.pop(_FIELD, None)
+  if isinstance(text := hf.get(_TEXT), Mapping):
+    out[_TEXT] = {name: value for name, value in text.items() if name != _FIELD}
+  return out
 
 
 def decoded(hf: Mapping[str, Any], tensors: Tensors) -> Tensors:
@@ -46,5 +54,7 @@ def decoded(hf: Mapping[str, Any], tensors: Tensors) -> Tensors:
   Raises:
     ValueError: the tensors do not have the format, see `fp8.joined`, `mxfp4.joined`.
   """
-  method = _method(hf)
-  return tensors if method is None else _FORMATS[method](tensors, hf[_FIELD])
+  settings = _settings(hf)
+  if settings is None:
+    return tensors
+  return _FORMATS[settings["quant_method"]](tensors, settings)
