@@ -51,9 +51,40 @@ def test_reasoning_of_ministral3():
   assert read("mistral", text) == ("so we ask", "yes", [("add", {"a": 1})])
 
 
+GEMMA = (
+  "<|channel>thought\nso we ask\n<channel|>I add. "
+  '<|tool_call>call:add{a:3,note:<|"|>x:1,{"y"}\n\\<|"|>,z:[true,{<|"|>k<|"|>:null}]}'
+  "<tool_call|><|tool_call>call:x.y{}"
+)
+
+
+@pytest.mark.parametrize("end", ["", "<tool_call|>"])
+def test_gemma4(end):
+  more = {"note": 'x:1,{"y"}\n\\', "z": [True, {"k": None}]}
+  wanted = [("add", {"a": 3, **more}), ("x.y", {})]
+  assert read("gemma4", GEMMA + end) == ("so we ask", "I add.", wanted)
+  empty = "<|channel>thought\n<channel|>five"
+  assert read("gemma4", empty) == ("", "five", [])
+
+
+def test_gemma4_letter_by_letter():
+  inner = tool_calls.tool_reader("gemma4", ["add"])
+  reader = tool_calls.ReasoningReader(inner, is_open=False)
+  pieces = [reader.push(letter) for letter in GEMMA] + [reader.end()]
+  assert "".join(piece.reasoning for piece in pieces) == "so we ask"
+  assert "".join(piece.content for piece in pieces) == "I add."
+  assert [call.name for piece in pieces for call in piece.calls] == ["add", "x.y"]
+
+
 @pytest.mark.parametrize(
   "tool_format, text",
   [
+    ("gemma4", "<|tool_call>add{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:b}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:1e999}<tool_call|>"),
+    ("gemma4", '<|tool_call>call:add{a:<|"|>b}<tool_call|>'),
+    ("gemma4", "<|tool_call>call:add{a:1}{b:2}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:" + "[" * 100_000 + "}<tool_call|>"),
     ("granite", "<|tool_call|>[1]"),
     ("granite", '<|tool_call|>{"name": "add"'),
     ("granite", '<|tool_call|>[{"name": "add", "arguments": 3}]<|/tool_call|>'),
@@ -75,3 +106,4 @@ def test_what_is_no_call_stays_text(tool_format, text):
 def test_formats_of_the_families():
   assert tool_calls.format_of("{{ '<|tool_call|>[' }}") == "granite"
   assert tool_calls.format_of("{{ '<function_calls>' }}") == "olmo3"
+  assert tool_calls.format_of("{{ '<|tool_call>call:' }}") == "gemma4"

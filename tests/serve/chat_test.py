@@ -5,6 +5,7 @@ import pytest
 from tests import toys_text
 from tests.serve.fake_engine import FakeEngine, logprob
 from tests.serve.serving import error_of, server
+from tunix.generate import tool_calls
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -135,6 +136,34 @@ def test_mistral_marks_are_special_tokens():
     events = made.events(PATH, {"messages": MESSAGES, "tools": TOOLS})
     assert joined(events, "content") == "so é"
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+GEMMA_CALL = '<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>'
+
+
+@pytest.mark.parametrize(
+  ("opening", "closing", "mark", "call"),
+  [
+    ("[THINK]", "[/THINK]", "[TOOL_CALLS]", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}'),
+    ("<|channel>thought\n", "<channel|>", "<|tool_call>", GEMMA_CALL),
+  ],
+)
+def test_marks_of_reasoning_are_special_tokens(opening, closing, mark, call):
+  raw = toys_text.bpe()
+  raw.add_special_tokens([*tool_calls.THINK_TOKENS, *tool_calls.GEMMA_MARKS])
+  raw.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+  template = "{{ messages[0].content }}{# " + mark + " #}"
+  adapter = type(toys_text.chat_tokenizer("plain"))
+  tokenizer = adapter(raw, chat_template=template, eos_token="</s>")
+  text = f"{opening}so é{closing}yes"
+  with server(FakeEngine(tokenizer, text=text), tool_format="auto") as made:
+    message = chat(made)["choices"][0]["message"]  # without tools
+    assert (message["reasoning_content"], message["content"]) == ("so é", "yes")
+  with server(FakeEngine(tokenizer, text=text + call), tool_format="auto") as made:
+    message = chat(made, tools=TOOLS)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so é", "yes")
+    (found,) = message["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == {"a": 1, "b": "x"}
 
 
 def test_logprobs():

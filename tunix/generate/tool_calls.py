@@ -21,6 +21,11 @@ from tunix.generate.answer_pieces import (
   held_back,
   new_call_id,
 )
+from tunix.generate.gemma_calls import (
+  GEMMA_CALL as GEMMA_CALL,
+  GEMMA_MARKS as GEMMA_MARKS,
+  gemma4_reader,
+)
 from tunix.generate.harmony import CHANNEL, HarmonyReader
 from tunix.generate.marked_calls import (
   CODE as CODE,
@@ -44,8 +49,18 @@ from tunix.generate.tagged_calls import (
 )
 
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
-# Marks around the reasoning; the second pair is that of Mistral's models.
-THINK_MARKS = {OPEN_THINK: CLOSE_THINK, "[THINK]": "[/THINK]"}
+# Marks around the reasoning; Mistral's models and Gemma 4 have their own.
+THINK_MARKS = {
+  OPEN_THINK: CLOSE_THINK,
+  "[THINK]": "[/THINK]",
+  "<|channel>thought": "<channel|>",
+}
+# The parts of these marks that are special tokens in some vocabularies.
+THINK_TOKENS = (
+  *(OPEN_THINK, CLOSE_THINK),
+  *("[THINK]", "[/THINK]"),
+  *("<|channel>", "<channel|>"),
+)
 MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
 
@@ -70,7 +85,7 @@ class PlainReader:
 class ReasoningReader:
   """Splits reasoning off; another reader takes the rest.
 
-  The reasoning begins with <think> or [THINK] at the start of the answer, or with
+  The reasoning begins with a mark of `THINK_MARKS` at the start of the answer, or with
   <think> at the end of the prompt. Later tags are text. White space around it is
   dropped.
   """
@@ -296,6 +311,7 @@ def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
   """
   readers = {
     "deepseek_v3": deepseek_v3_reader,
+    "gemma4": gemma4_reader,
     "glm4": lambda: glm4_reader(tools),
     "granite": granite_reader,
     "harmony": HarmonyReader,
@@ -319,7 +335,7 @@ def format_of(template: Any) -> str:
   source = template if isinstance(template, str) else "".join((template or {}).values())
   # The first mark that occurs decides; several formats stand between <tool_call> tags.
   marks = {MISTRAL_CALLS: "mistral", QWEN_FUNCTION: "qwen3_coder", GLM_KEY: "glm4"}
-  marks |= {DEEPSEEK_CALLS: "deepseek_v3", OPEN_CALL: "hermes"}
+  marks |= {DEEPSEEK_CALLS: "deepseek_v3", GEMMA_CALL: "gemma4", OPEN_CALL: "hermes"}
   marks['"parameters":'] = "llama3"
   marks[PYTHON_TAG] = "llama3"
   marks[CHANNEL + "final"] = "harmony"

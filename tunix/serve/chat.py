@@ -24,6 +24,7 @@ from tunix.serve.sampling import read_sampling, read_top
 # Special tokens that the text of an answer keeps, by format of tool calls.
 _MARKS = {
   "deepseek_v3": tool_calls.DEEPSEEK_MARKS,
+  "gemma4": tool_calls.GEMMA_MARKS,
   "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
   "harmony": harmony.MARKS,
   "granite": (tool_calls.GRANITE_CALLS,),
@@ -150,11 +151,12 @@ class ChatJob:
     if not self._prompt.tools and tool_format != "harmony":
       tool_format = "none"  # answers in harmony's form have channels without tools too
     reader = tool_calls.tool_reader(tool_format, self._prompt.tools)
+    marks = _MARKS.get(tool_format, ())
     # A constraint holds from the first token on, so its text has no reasoning.
     if settings.split_reasoning and self._is_free:
       opened = tool_calls.opens_reasoning(self._prompt.text)
       reader = tool_calls.ReasoningReader(reader, opened)
-    marks = _MARKS.get(tool_format, ())
+      marks = (*marks, *tool_calls.THINK_TOKENS)
     return Choice(marked=MarkedText(context.tokenizer, marks), reader=reader)
 
   def answer(self, run: Run, rows: list[list[Collected]]) -> Any:

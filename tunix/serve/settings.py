@@ -14,6 +14,7 @@ from tunix.utils import checks
 ToolFormat = Literal[
   "auto",
   "deepseek_v3",
+  "gemma4",
   "glm4",
   "granite",
   "harmony",

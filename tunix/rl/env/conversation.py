@@ -277,6 +277,7 @@ def _problem(content: str, tool_format: str) -> str | None:
     "qwen3_coder": tool_calls.OPEN_CALL,
     "glm4": tool_calls.OPEN_CALL,
     "deepseek_v3": tool_calls.DEEPSEEK_CALLS,
+    "gemma4": tool_calls.GEMMA_CALL,
     "mistral": tool_calls.MISTRAL_CALLS,
     "llama3": tool_calls.PYTHON_TAG,
     "granite": tool_calls.GRANITE_CALLS,
@@ -288,6 +289,7 @@ def _problem(content: str, tool_format: str) -> str | None:
   if mark is None or mark not in content:
     return None
   wanted = {
+    "gemma4": "call:name{key:value} and <tool_call|>",
     "olmo3": "lines name(argument=value, ...)",
     "qwen3_coder": "<function=name>, <parameter=key>value</parameter> and </function>",
     "glm4": "a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",

@@ -1,0 +1,56 @@
+"""Tool calls of Gemma 4.
+
+    <|tool_call>call:add{a:3,unit:<|"|>kg<|"|>,more:[1,{x:null}]}<tool_call|>
+
+Each call has marks of its own. Keys have no quotes, and texts stand between two marks
+without escapes. The closing mark may be missing at the end of an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tunix.generate.marked_calls import MarkedReader
+
+GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA_MARKS = (GEMMA_CALL, GEMMA_END, GEMMA_QUOTE)
+
+_CALL = re.compile(r"\s*call:([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
+# A key follows a brace or a comma. A string of JSON cannot stand there: the strings of
+# a call are cut out before.
+_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
+
+
+def gemma4_reader() -> MarkedReader:
+  """Returns the reader of Gemma 4's calls."""
+  return MarkedReader(GEMMA_CALL, GEMMA_END, _read)
+
+
+def _read(body: str) -> list[tuple[str, dict[str, Any]]] | None:
+  """Returns name and arguments of the call; None if it is unreadable."""
+  found = _CALL.fullmatch(body)
+  if found is None:
+    return None
+  try:
+    arguments = json.loads(_as_json(found[2]))
+    json.dumps(arguments, allow_nan=False)  # 1e999 is no number of JSON
+  except (ValueError, RecursionError):
+    return None
+  return [(found[1], arguments)]
+
+
+def _as_json(text: str) -> str:
+  """Returns the arguments with quotes around keys and texts."""
+  # Every second part is a text. Of an odd number of marks the last one has no partner.
+  parts = text.split(GEMMA_QUOTE)
+  if len(parts) % 2 == 0:
+    raise ValueError("a text has no end")
+  parts[::2] = (_KEY.sub(_quoted, part) for part in parts[::2])
+  parts[1::2] = (json.dumps(part) for part in parts[1::2])
+  return "".join(parts)
+
+
+def _quoted(found: re.Match[str]) -> str:
+  return found[1] + json.dumps(found[2]) + found[3]
