@@ -364,6 +364,43 @@ GEMMA3 = toys_text.GEMMA.replace(
   "{{- close if role == 'model' }}{{ '\\n' }}",
 )
 
+# A call ends with the header of its result, and the answer goes on in the same turn.
+GEMMA4 = r"""
+{%- macro show(value) %}
+{%- if value is string %}{{ '<|"|>' + value + '<|"|>' }}
+{%- elif value is mapping %}{{ '{' }}
+{%- for key, inner in value | items %}{{ key + ':' }}{{ show(inner) }}
+{{- ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- else %}{{ value | tojson }}
+{%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools %}
+{{- '<|turn>system\n<|tool>' }}{{ tools | tojson }}{{ '<tool|><turn|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|tool_response>response:tool' }}{{ show({'value': message.content}) }}
+{{- '<tool_response|>' }}
+{%- elif message.role == 'assistant' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|turn>model\n' }}
+{%- endif %}
+{{- open }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<|tool_call>call:' + call.function.name }}{{ show(call.function.arguments) }}
+{{- '<tool_call|>' }}
+{%- endfor %}
+{{- '<turn|>' if not message.tool_calls }}{{ close }}
+{{- '\n' if not message.tool_calls }}
+{%- else %}{{ '<|turn>' + message.role + '\n' + message.content + '<turn|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+{{- '<|turn>model\n' }}
+{%- endif %}
+"""
+
 # name -> template, BOS, EOS, what the template accepts
 TEMPLATES = {
   "llama31": (LLAMA31, "<|begin_of_text|>", "<|eot_id|>", "system"),
@@ -387,6 +424,7 @@ UNLIKE_JSON = {
   "olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text"),
   "qwen35": (QWEN35, "", "<|im_end|>", "system parallel beside text"),
   "glm47": (GLM47, "", "<|endoftext|>", "system parallel beside text"),
+  "gemma4": (GEMMA4, "<bos>", "<turn|>", "system parallel beside text"),
 }
 SPECIAL = [
   *("<|eom_id|>", "<|python_tag|>", "<|end|>", "<|user|>", "<|system|>", "<|tool|>"),
@@ -407,6 +445,8 @@ SPECIAL = [
   *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "[ARGS]"),
   *("[THINK]", "[/THINK]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
   *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+  *("<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+  *("<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>"),
   *("<|response|>", "<|/response|>", "<|result|>", "<|/result|>"),
 ]
 

@@ -143,6 +143,7 @@ CALLS = {
   "<parameter=b>\n4\n</parameter>\n</function>\n</tool_call>",
   "glm47": "<tool_call>add<arg_key>a</arg_key><arg_value>3</arg_value>"
   "<arg_key>b</arg_key><arg_value>4</arg_value></tool_call>",
+  "gemma4": "<|tool_call>call:add{a:3,b:4}<tool_call|>",
   "ministral3": '[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4}',
 }
 
@@ -154,9 +155,10 @@ def test_calls_of_tools_and_their_results(name):
   history = "keep" if name == "mistral" else "split"
   talk = Conversation(tokenizer, [TOOL], history)
   first = talk.observe("what is 3 + 4 ?")
-  # Other ends than EOS: OLMo 3's template ends only the last answer with it, and GLM's
-  # ends a call with the header of the result.
-  end = {"olmo3": "<|im_end|>", "glm47": "<|observation|>"}.get(name, "")
+  # Other ends than EOS: OLMo 3's template ends only the last answer with it, and those
+  # of GLM and Gemma 4 end a call with the header of the result.
+  ends = {"olmo3": "<|im_end|>", "glm47": "<|observation|>"}
+  end = (ends | {"gemma4": "<|tool_response>"}).get(name, "")
   drawn = tokenizer.encode(CALLS[name] + end)
   drawn += [] if end else [tokenizer.eos_ids()[0]]
   action = talk.act(drawn, "eos")
