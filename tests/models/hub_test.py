@@ -45,6 +45,15 @@ def test_a_hub_id_is_downloaded_once_and_then_read_offline(hub):
   assert automodel.resolve_folder("ORG/open") == folder
 
 
+def test_second_copies_of_the_weights_stay_at_the_hub(hub, files):
+  copies = ("consolidated.safetensors", "original/model.safetensors")
+  hub.models["ORG/twice"] = Model()
+  hub.models["ORG/twice"].commit(files | dict.fromkeys(copies, b"x"))
+  folder = automodel.resolve_folder("ORG/twice")
+  found = {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
+  assert found == {name for name in files if name.endswith(".safetensors")}
+
+
 def test_a_gated_model_names_the_way_in(hub, monkeypatch):
   with pytest.raises(FileNotFoundError, match="is gated: accept its terms on"):
     automodel.resolve_folder("ORG/gated")

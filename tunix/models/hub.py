@@ -17,6 +17,9 @@ _TOKEN = "set HF_TOKEN to a token of that account (or `hf auth login`)"
 
 # Patterns of a tokenizer's files and of configurations.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+# Second copies of the weights in the makers' own formats, which nothing here reads. That
+# of gpt-oss 20B in original/ has 14 GB, and Mistral's has the size of the model.
+_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 
 
 def is_id(name: str) -> bool:
@@ -34,7 +37,8 @@ def download(
 ) -> pathlib.Path:
   """Downloads files of a model, and returns its folder in the hub's cache.
 
-  Files that are in the cache already are not downloaded again.
+  Files that are in the cache already are not downloaded again. Second copies of the
+  weights (`consolidated.safetensors`, weights in subfolders) are left out.
 
   Args:
     name: the hub id "owner/name".
@@ -48,7 +52,9 @@ def download(
   from huggingface_hub import errors
 
   try:
-    folder = hub.snapshot_download(name, revision=revision, allow_patterns=[*files])
+    folder = hub.snapshot_download(
+      name, revision=revision, allow_patterns=[*files], ignore_patterns=[*_COPIES]
+    )
     return pathlib.Path(folder)
   except errors.GatedRepoError as error:
     raise FileNotFoundError(
