@@ -198,3 +198,12 @@ def test_transformers_reads_the_same_numbers(name, tmp_path):
   )
   want = theirs(torch.tensor(TOKENS)).logits.detach().numpy()
   assert checkpoints.relative(load(packed)(TOKENS)[0], want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_no_layer_computes_in_the_stored_dtype(dtype, tmp_path):
+  packed, _ = folders(tmp_path, "qwen3", SETTINGS)
+  checkpoints.change_config(packed, dtype=dtype)
+  for read in (AutoModel.from_pretrained, automodel.config_of_folder):
+    with pytest.raises(ValueError, match=f"{dtype}' is no dtype to compute in"):
+      read(packed)

@@ -31,6 +31,7 @@ from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
+_DTYPES = "use 'float32', 'bfloat16' or 'float16'"
 _HUB_FILES = ("*.safetensors", *hub.TOKENIZER_FILES)
 
 
@@ -287,11 +288,12 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
   named = hf.get("dtype") or hf.get("torch_dtype")
   if named is not None:
     try:
-      return jnp.dtype(named)
+      found = jnp.dtype(named)
     except TypeError as error:
-      raise ValueError(
-        f"dtype {named!r} is unknown: use 'float32', 'bfloat16' or 'float16'"
-      ) from error
+      raise ValueError(f"dtype {named!r} is unknown: {_DTYPES}") from error
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize == 1:
+      raise ValueError(f"dtype {named!r} is no dtype to compute in: {_DTYPES}")
+    return found
   entry = family.names.get("embed_tokens.embedding")
   first = tensors.get(entry.key) if entry else next(iter(tensors.values()), None)
   return jnp.dtype(jnp.float32) if first is None else first.dtype

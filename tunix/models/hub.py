@@ -17,8 +17,8 @@ _TOKEN = "set HF_TOKEN to a token of that account (or `hf auth login`)"
 
 # Patterns of a tokenizer's files and of configurations.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-# Second copies of the weights in the makers' own formats, which nothing here reads. That
-# of gpt-oss 20B in original/ has 14 GB, and Mistral's has the size of the model.
+# Second copies of the weights in the makers' own formats, which nothing here reads.
+# That of gpt-oss 20B in original/ has 14 GB; Mistral's has the size of the model.
 _COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 
 
