@@ -161,6 +161,17 @@ def test_scales_may_be_powers_of_two(tmp_path):
   assert one(tmp_path, values)["x"].map()[:, :].tolist() == [[0.75] * 2] * 2
 
 
+@pytest.mark.parametrize(
+  "scales, want", [([[2], [3]], [2] * 128 + [3]), (5, [5] * 129), ([5], [5] * 129)]
+)
+def test_a_missing_block_size_means_128(scales, want, tmp_path):
+  values = {"x": np.ones((129, 1), E4M3), "x_scale_inv": np.array(scales, np.float32)}
+  checkpoints.rewrite(tmp_path, values)
+  settings = {"quantization_config": {"quant_method": "fp8"}}
+  tensors = stored_formats.decoded(settings, tensor_files.open_folder(tmp_path))
+  assert tensors["x"].map()[:, :].ravel().tolist() == want
+
+
 MATRIX = {"x": np.ones((32, 8), E4M3), "x_scale_inv": np.ones((2, 1), np.float32)}
 
 

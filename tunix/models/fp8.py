@@ -2,7 +2,8 @@
 
 A tensor X [..., out, in] is stored in float8 (E4M3) beside `X_scale_inv`. Number (r, c)
 is multiplied by scale (r // R, c // C), where R and C are the `weight_block_size` of
-`config.json`. Without that setting there is one scale for each matrix.
+`config.json`: 128 and 128 if the field is missing. If it is null, there is one scale
+for each matrix.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tunix.models.stored_tensor import StoredTensor
 _SCALES = "_scale_inv"
 # Scales of a layer's inputs, which are not rounded here.
 _OF_INPUTS = "activation_scale"
+# transformers' value of a missing `weight_block_size`.
+_BLOCK = (128, 128)
 
 # The number of every byte: looking it up is quicker than a cast by ml_dtypes.
 _NUMBERS = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
@@ -105,7 +108,7 @@ def joined(
 
 
 def _block_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-  size = settings.get("weight_block_size")
+  size = settings.get("weight_block_size", _BLOCK)
   if settings.get("expert_dtype", "fp8") != "fp8":
     raise ValueError(
       f"quantization_config.expert_dtype is {settings['expert_dtype']!r}; expected "
@@ -138,13 +141,13 @@ def _scaled(
 ) -> ScaledTensor:
   shape = values.shape
   matrix = _last_axes(shape)
-  size = block or matrix or (1, 1)
+  # A scale with no axis or with one belongs to the whole matrix, for all settings.
+  is_single = scales.shape in ((), (1,))
+  size = (None if is_single else block) or matrix or (1, 1)
   expected = (*shape[:-2], *_grid(shape, size)) if matrix else None
-  # A single scale is stored with no axis, with one or with two.
-  single = expected == (1, 1) and scales.shape in ((), (1,))
   is_fp8 = values.dtype == jnp.float8_e4m3fn
   is_fp8 = is_fp8 and jnp.issubdtype(scales.dtype, jnp.floating)
-  if not is_fp8 or not (scales.shape == expected or single):
+  if not is_fp8 or not (scales.shape == expected or (is_single and expected == (1, 1))):
     blocks = "one scale a matrix" if block is None else f"blocks of {block}"
     raise ValueError(
       f"tensors {values.name!r} and {scales.name!r} are {values.dtype}{shape} and "
