@@ -14,7 +14,7 @@ from tests.models import checkpoints
 from tunix.cli import config as config_lib
 from tunix.cli.build import export as build_export, loading
 from tunix.cli.run.settle import settle_values
-from tunix.models import safetensors_saver, tensor_files
+from tunix.models import automodel, safetensors_saver, tensor_files
 from tunix.models.automodel import AutoModel
 
 PRESET = {
@@ -87,6 +87,17 @@ def test_a_checkpoint_that_names_no_dtype_has_that_of_its_weights(half, tmp_path
   assert named & hf.keys()
   hf = {key: value for key, value in hf.items() if key not in named}
   (folder / "config.json").write_text(json.dumps(hf))
+  config, model = built(model__path=folder, model__dtype="float32")
+  assert build_export.export_dtype(config, model) == jnp.bfloat16
+
+
+def test_the_dtype_may_be_named_by_the_settings_of_the_text_model(tmp_path):
+  folder = checkpoints.copy("qwen3_5_moe", tmp_path / "tower")  # weights in float32
+  text = json.loads((folder / "config.json").read_text())
+  text |= {"dtype": "bfloat16", "torch_dtype": None}
+  fields = {"model_type": "qwen3_5_moe", "text_config": text}
+  (folder / "config.json").write_text(json.dumps(fields))
+  assert automodel.config_of_folder(folder).dtype == jnp.bfloat16
   config, model = built(model__path=folder, model__dtype="float32")
   assert build_export.export_dtype(config, model) == jnp.bfloat16
 

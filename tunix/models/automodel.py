@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -283,17 +283,34 @@ def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
   return out
 
 
+def named_dtype(hf: Mapping[str, Any]) -> Any:
+  """Returns the dtype that `config.json` names, or None.
+
+  A model with a vision tower may name it in its `text_config` alone.
+
+  Raises:
+    ValueError: the dtype is unknown, or no layer computes in it.
+  """
+  text = hf.get("text_config")
+  tables = (hf, text) if isinstance(text, Mapping) else (hf,)
+  spelled = (table.get(name) for table in tables for name in ("dtype", "torch_dtype"))
+  named = next(filter(None, spelled), None)
+  if named is None:
+    return None
+  try:
+    found = jnp.dtype(named)
+  except TypeError as error:
+    raise ValueError(f"dtype {named!r} is unknown: {_DTYPES}") from error
+  if not jnp.issubdtype(found, jnp.floating) or found.itemsize == 1:
+    raise ValueError(f"dtype {named!r} is no dtype to compute in: {_DTYPES}")
+  return found
+
+
 def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
   """Returns the checkpoint's dtype: the one in config.json, else its first weight's."""
-  named = hf.get("dtype") or hf.get("torch_dtype")
+  named = named_dtype(hf)
   if named is not None:
-    try:
-      found = jnp.dtype(named)
-    except TypeError as error:
-      raise ValueError(f"dtype {named!r} is unknown: {_DTYPES}") from error
-    if not jnp.issubdtype(found, jnp.floating) or found.itemsize == 1:
-      raise ValueError(f"dtype {named!r} is no dtype to compute in: {_DTYPES}")
-    return found
+    return named
   entry = family.names.get("embed_tokens.embedding")
   first = tensors.get(entry.key) if entry else next(iter(tensors.values()), None)
   return jnp.dtype(jnp.float32) if first is None else first.dtype

@@ -84,9 +84,9 @@ def describe_precision(config: RunSettings, model: Transformer) -> str:
 def _stored_dtype(folder: pathlib.Path) -> Any:
   """Returns the dtype that config.json names, else the dtype of the first tensor."""
   hf = tensor_files.read_json(folder / "config.json")
-  named = hf.get("dtype") or hf.get("torch_dtype")
+  named = automodel.named_dtype(hf)
   if named is not None:
-    return jnp.dtype(named)
+    return named
   tensors = stored_formats.decoded(hf, tensor_files.open_folder(folder))
   return next(iter(tensors.values())).dtype
 
