@@ -51,7 +51,7 @@ def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> A
 def reshard_arrays(
   arrays: Any, source_sharding: Any, target_sharding: Any, *, donate_input: bool = False
 ) -> Any:
-  """Returns arrays with the target shardings; reshard_route.py has those between.
+  """Returns arrays with the target shardings; `route` chooses the intermediate ones.
 
   If JAX runs through Pathways and pathwaysutils is installed, pathwaysutils moves the
   arrays. Without pathwaysutils the first call logs a warning. Inside `jax.jit` all

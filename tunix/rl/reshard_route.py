@@ -81,6 +81,7 @@ def order(sharding: Sharding) -> tuple[Any, ...] | None:
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
+  """Returns the mesh axes of one entry of a PartitionSpec; () for None."""
   return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
