@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import pytest
 from flax import nnx
@@ -199,3 +201,14 @@ def test_a_mixture_slides_in_all_layers_or_none():
 def test_unknown_attention_is_refused_at_once():
   with pytest.raises(ValueError, match="attention 'flash' must be one of"):
     llama3.ModelConfig.llama3_8b(attention="flash")
+
+
+def test_a_proportional_rotary_embedding_names_its_factor_if_it_has_one():
+  # transformers warns of a factor that it does not need.
+  config = families.preset("gemma4_e2b")[1]()
+  scaled = dataclasses.replace(
+    config, rope=dataclasses.replace(config.rope, factor=2.0)
+  )
+  to_hf = families.FAMILIES["gemma4"].config_to_hf
+  kinds = (to_hf(it)["rope_parameters"]["full_attention"] for it in (config, scaled))
+  assert [kind.get("factor") for kind in kinds] == [None, 2.0]

@@ -155,9 +155,12 @@ def test_decoding_by_hand(tmp_path):
   np.testing.assert_array_equal(tensors["x"].map()[1:3, 2:4], whole[1:3, 2:4])
 
 
-def test_scales_may_be_powers_of_two(tmp_path):
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e8m0fnu, np.uint8])
+def test_scales_may_be_powers_of_two(dtype, tmp_path):
   values = {"x": np.full((2, 2), 3, E4M3)}
-  values["x_scale_inv"] = np.full((1, 1), 0.25, ml_dtypes.float8_e8m0fnu)
+  scales = np.full((1, 1), 0.25, ml_dtypes.float8_e8m0fnu)  # the byte 125
+  values["x_scale_inv"] = scales.view(dtype)
+  values["flags"] = np.ones(3, np.bool_)  # of a part that is not loaded
   assert one(tmp_path, values)["x"].map()[:, :].tolist() == [[0.75] * 2] * 2
 
 

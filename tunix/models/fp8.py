@@ -43,7 +43,10 @@ class ScaledTensor(StoredTensor):
   def map(self) -> _View:  # pyright: ignore[reportIncompatibleMethodOverride]
     """Returns an object whose slices are arrays of decoded numbers."""
     grid = (*self.shape[:-2], *_grid(self.shape, self.block))
-    return _View(self.values.map(), self.scales.map().reshape(grid), self.block)
+    scales = self.scales.map()
+    if scales.dtype == np.uint8:  # exponents: byte b is 2 ** (b - 127)
+      scales = scales.view(jnp.float8_e8m0fnu)
+    return _View(self.values.map(), scales.reshape(grid), self.block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def joined(
       )
     out[name] = _scaled(out[name], scales, block)
   for key, tensor in out.items():
-    if tensor.dtype.itemsize == 1:
+    if tensor.dtype.itemsize == 1 and jnp.issubdtype(tensor.dtype, jnp.floating):
       raise ValueError(
         f"tensor {key!r} is {tensor.dtype} without scales; expected "
         f"{key + _SCALES!r} beside it. Download the folder again, or use one in "
@@ -146,7 +149,7 @@ def _scaled(
   size = (None if is_single else block) or matrix or (1, 1)
   expected = (*shape[:-2], *_grid(shape, size)) if matrix else None
   is_fp8 = values.dtype == jnp.float8_e4m3fn
-  is_fp8 = is_fp8 and jnp.issubdtype(scales.dtype, jnp.floating)
+  is_fp8 &= scales.dtype == np.uint8 or jnp.issubdtype(scales.dtype, jnp.floating)
   if not is_fp8 or not (scales.shape == expected or (is_single and expected == (1, 1))):
     blocks = "one scale a matrix" if block is None else f"blocks of {block}"
     raise ValueError(
