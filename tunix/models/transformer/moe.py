@@ -5,20 +5,18 @@ See Shazeer et al. 2017, arXiv:1701.06538.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tunix.models.transformer import dropout, qwix_seam, sharding
+from tunix.models.transformer import dropout, expert_shard, qwix_seam
 from tunix.models.transformer.config import MoEConfig, ShardingRules
+from tunix.models.transformer.expert_shard import ExpertShard
 from tunix.models.transformer.layers import (
   FrozenParam,
   Linear,
@@ -27,16 +25,9 @@ from tunix.models.transformer.layers import (
 )
 from tunix.models.transformer.mlp import MLP, FusedGatedMLP
 from tunix.models.transformer.routing import LayerRoutes
-from tunix.perf import hlo_flops
 from tunix.utils import mesh as mesh_lib
 
 Experts = MLP | FusedGatedMLP
-
-
-def _names(spec: PartitionSpec) -> set[str]:
-  """Returns the mesh axes of a spec."""
-  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
-  return {name for names in entries for name in names}
 
 
 # Modules and parameters that every device has whole, by attribute of `MoE`.
@@ -53,43 +44,6 @@ def active_share(model: nnx.Module) -> float:
     if isinstance(node, MoE):
       return node.config.experts_per_token / node.router.kernel.shape[-1]
   return 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertShard:
-  """The experts of one device.
-
-  Attributes:
-    total: number of experts of the layer.
-    axis: mesh axis that splits the experts; None if every device has all of them.
-    parts: size of this axis.
-  """
-
-  total: int
-  axis: str | None = None
-  parts: int = 1
-
-  @property
-  def count(self) -> int:
-    """Number of experts on the device."""
-    return self.total // self.parts
-
-  @property
-  def first(self) -> Any:
-    """Number of the device's first expert, traced inside `shard_map`."""
-    return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.count
-
-  def row_annotation(self, k: int) -> Any:
-    """Returns a context that annotates products with the used share of their rows.
-
-    A product has min(k, count) rows per token, the largest number of local experts that
-    one token can choose. On average k / parts of them are used. `perf.hlo_flops` reads
-    this share from the compiled program to count the useful FLOPs.
-    """
-    if self.axis is None:
-      return contextlib.nullcontext()
-    part = k / self.parts / min(k, self.count)
-    return set_xla_metadata(**{hlo_flops.SHARE: str(part)})
 
 
 _SCORES: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -291,16 +245,15 @@ class MoE(nnx.Module):
     outputs of its experts, and a reduce-scatter returns the sums to the devices of the
     tokens. If the size of ep is at most k, this moves no more bytes than sending each
     token to its k experts. Experts have no capacity limit, so no token is dropped.
+    If the weights of the experts are fewer bytes than the tokens, they travel instead,
+    see `expert_shard.on_mesh`.
     """
-    shard = ExpertShard(self._count)
-    ep = self.rules.ep if self.rules.ep in mesh.shape else None
-    if ep is not None and self._count % mesh.shape[ep] == 0:
-      shard = ExpertShard(self._count, ep, mesh.shape[ep])
-    tokens = sharding.tokens_everywhere(x.shape, mesh, self.rules)
-    # If the size of ep does not divide T, ep does not split the tokens. Each device
-    # along ep then has all of them already, and a psum adds up the outputs.
-    gathers = shard.axis is not None and shard.axis in _names(tokens)
     graph, router, rest = nnx.split(self, _of_router, ...)
+    # Arrays with a leading axis of E are kernels and adapters of the experts.
+    of_experts = lambda y: y.shape[:1] == (self._count,)
+    experts = [y for y in jax.tree.leaves(rest) if of_experts(y)]
+    k = self.config.experts_per_token
+    shard = expert_shard.on_mesh(x, experts, self._count, k, mesh, self.rules)
 
     def local(router, rest, x, replay):
       moe = nnx.merge(graph, router, rest)
@@ -315,24 +268,21 @@ class MoE(nnx.Module):
       x = x if moe.in_norm is None else moe.in_norm(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):
-        if gathers:
+        if shard.gathers:
           flat = [jax.lax.all_gather(y, shard.axis, tiled=True) for y in flat]
         out = moe._grouped(moe.experts, shard, *flat)
-        if gathers:
+        if shard.gathers:
           out = jax.lax.psum_scatter(out, shard.axis, tiled=True)
         elif shard.axis is not None:
           out = jax.lax.psum(out, shard.axis)
       return out.reshape(x.shape), routed
 
-    # Arrays with a leading axis of E are kernels and adapters of the experts.
-    spec = lambda y: PartitionSpec(
-      shard.axis if y.shape[:1] == (self._count,) else None
-    )
+    spec = lambda y: PartitionSpec(shard.axis if of_experts(y) else None)
     out, routed = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(PartitionSpec(), jax.tree.map(spec, rest), tokens, tokens),
-      out_specs=tokens,
+      in_specs=(PartitionSpec(), jax.tree.map(spec, rest), *[shard.tokens] * 2),
+      out_specs=shard.tokens,
       check_vma=False,
     )(router, rest, x, None if routes is None else routes.replay)
     if routes is not None:
