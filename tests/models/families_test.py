@@ -212,3 +212,23 @@ def test_a_proportional_rotary_embedding_names_its_factor_if_it_has_one():
   to_hf = families.FAMILIES["gemma4"].config_to_hf
   kinds = (to_hf(it)["rope_parameters"]["full_attention"] for it in (config, scaled))
   assert [kind.get("factor") for kind in kinds] == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+  ("keys", "is_read"), [(("05", "11"), True), (("5", "11"), True), (("05", "x"), False)]
+)
+def test_layers_with_values_of_their_own_have_numbers_of_any_width(keys, is_read):
+  # transformers pads the numbers with zeros as soon as one has two digits.
+  family, make = families.preset("gemma4_e2b")
+  hf = family.config_to_hf(make()) | {
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 0,
+  }
+  del hf["global_head_dim"], hf["layer_types"]
+  hf["per_layer_config"] = {key: {"head_dim": 512} for key in keys}
+  if is_read:
+    full = dict(family.config_from_hf(hf).type_fields)["full"]
+    assert dict(full)["head_dim"] == 512
+  else:
+    with pytest.raises(ValueError, match=r"per_layer_config .* layer, \[5, 11\]"):
+      family.config_from_hf(hf)

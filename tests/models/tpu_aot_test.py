@@ -41,6 +41,7 @@ COMPILED = (
   "llama3p2_1b",
   "ministral3_3b",
   "mistral_7b_v0p3",
+  "nemotron3_nano_30b_a3b",
   "nemotron_nano_9b_v2",
   "olmo2_1b",
   "olmo3_7b",

@@ -141,23 +141,28 @@ def _full_layers(hf: hf_config.HfConfig) -> dict[str, Any]:
     if joint and hf.get(heads) is not None:
       own["num_key_value_heads"] = hf[heads]
   else:
-    full = {str(i) for i, name in enumerate(_types(hf)) if name == "full_attention"}
+    full = [i for i, name in enumerate(_types(hf)) if name == "full_attention"]
     values = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
     own = values[0] if values else None
     if (
       not isinstance(own, Mapping)
-      or set(by_layer) != full
+      or sorted(map(_layer_number, by_layer)) != full
       or values != [own] * len(values)
     ):
       raise ValueError(
         f"per_layer_config is {by_layer!r}; expected the same settings for each full "
-        f"layer, {sorted(full)}, and for no other"
+        f"layer, {full}, and for no other"
       )
   fields: dict[str, Any] = {}
   for name, field in _FULL_FIELDS.items():
     if name in own:
       fields[field] = hf_values.integer(own, name)
   return fields | ({"values_from_keys": True} if joint else {})
+
+
+def _layer_number(key: str) -> int:
+  """Returns the layer of a key; transformers writes "05" beside "11"."""
+  return int(key) if key.isdecimal() else -1
 
 
 _FULL_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
