@@ -79,3 +79,47 @@ def test_what_moves_without_a_product():
   choice = 2 * ARRAY  # the cheaper branch
   program = Program(PROGRAM, is_compiled=True)
   assert exposed.read(program) == entry + 3 * (scaled + near + kept) + choice
+
+
+COLLECTIVE_IN_A_LOOP = """\
+HloModule jit_step, is_scheduled=true
+
+%drive (param_0.3: f32[1,128], param_1.3: f32[8,128], param_2.3: f32[8,128]) -> (f32[8,128], f32[1,128], f32[8,128]) {
+  %param_0.3 = f32[1,128]{1,0:T(8,128)} parameter(0)
+  %param_1.3 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %param_2.3 = f32[8,128]{1,0:T(8,128)} parameter(2)
+  %gathered = f32[8,128]{1,0:T(8,128)} all-gather(%param_0.3), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %negated.1 = f32[8,128]{1,0:T(8,128)} negate(%param_2.3)
+  ROOT %t.1 = (f32[8,128]{1,0:T(8,128)}, f32[1,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) tuple(%negated.1, %param_0.3, %gathered)
+}
+
+%begin (param_0.4: f32[1,128]) -> (f32[1,128], f32[8,128]) {
+  %param_0.4 = f32[1,128]{1,0:T(8,128)} parameter(0)
+  %gathered.1 = f32[8,128]{1,0:T(8,128)} all-gather(%param_0.4), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %begun = (f32[1,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) custom-call(%gathered.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%cond (state: (s32[], f32[8,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (state: (s32[], f32[8,128], f32[1,128], f32[8,128])) -> (s32[], f32[8,128], f32[1,128], f32[8,128]) {
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%state), index=1
+  %own = f32[1,128]{1,0:T(8,128)} get-tuple-element(%state), index=2
+  %all = f32[8,128]{1,0:T(8,128)} get-tuple-element(%state), index=3
+  %driven = (f32[8,128]{1,0:T(8,128)}, f32[1,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%own, %all, %x), kind=kLoop, calls=%drive
+  ROOT %t.2 = (s32[], f32[8,128], f32[1,128], f32[8,128]) tuple(%i, %x, %own, %all)
+}
+
+ENTRY %main (a: f32[1,128]) -> f32[8,128] {
+  %a = f32[1,128]{1,0:T(8,128)} parameter(0)
+  %start = (f32[1,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%a), kind=kLoop, calls=%begin
+  ROOT %w = (s32[], f32[8,128], f32[1,128], f32[8,128]) while(%init), condition=%cond, body=%body
+}
+"""
+
+
+def test_arrays_of_a_collective_that_a_loop_drives_on_do_not_count_in_each_pass():
+  program = Program(COLLECTIVE_IN_A_LOOP, is_compiled=True)
+  assert exposed.read(program) == 3 * 2 * ARRAY  # what is negated: read and written

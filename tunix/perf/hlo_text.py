@@ -63,6 +63,11 @@ class Array:
     bits = _BITS.search(self.dtype)  # of f32, bf16, s8; a pred takes a byte
     return math.prod(self.sizes) * (int(bits[1]) if bits else 8) // 8
 
+  @property
+  def is_in_memory(self) -> bool:
+    """False if the array lies in a memory on the chip."""
+    return not _ON_CHIP.search(self.layout)
+
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
 
@@ -108,7 +113,7 @@ class Operation:
   @functools.cached_property
   def bytes_in_memory(self) -> int:
     """Bytes of the result, without arrays that lie in a memory on the chip."""
-    return sum(x.bytes for x in self.arrays if not _ON_CHIP.search(x.layout))
+    return sum(x.bytes for x in self.arrays if x.is_in_memory)
 
   @functools.cached_property
   def index(self) -> int | None:

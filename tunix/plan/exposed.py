@@ -86,12 +86,30 @@ class _Traffic:
     """Returns bytes of the result; of an update in place only the new part."""
     if not one.bytes_in_memory:
       return 0.0
+    if one.fused and any(x.is_collective for x in self._inside(one.fused).values()):
+      return self._beside_collective(one)
     inside = self._inside(one.fused) if one.fused else {one.name: one}
     updates = [x for x in inside.values() if x.opcode == "dynamic-update-slice"]
     if not updates:
       return one.bytes_in_memory
     values = inside if one.fused else known
     return sum(values[x.operands[1]].bytes for x in updates if x.operands[1] in values)
+
+  def _beside_collective(self, one: Operation) -> float:
+    """Returns bytes that a fusion writes beside a collective that it drives on.
+
+    The arrays of the collective are results of each such fusion, also in a loop that
+    runs while the collective does. Links write them, and once only.
+    """
+    inside = self._inside(one.fused or "")
+    (root,) = (x for x in inside.values() if x.is_root)
+    results = zip(root.operands if root.opcode == "tuple" else [root.name], one.arrays)
+    return sum(
+      array.bytes
+      for name, array in results
+      if array.is_in_memory
+      and not (inside[name].is_collective or inside[name].opcode in _NO_TRAFFIC)
+    )
 
   def _read(self, one: Operation, index: int, known: _Operations) -> float:
     """Returns bytes read of one operand: all of it, or the slices that are taken."""
@@ -118,6 +136,6 @@ class _Traffic:
           continue
         if one.opcode in _SAME:
           total += self._uses(one.name, inside)
-        else:
+        elif not (one.is_collective or one.opcode in _NO_TRAFFIC):
           total += self._read(one, index, inside)
     return total
