@@ -29,6 +29,18 @@ def test_granite(end):
   assert read("granite", thinks + end) == ("hm", "I add.", wanted)
 
 
+@pytest.mark.parametrize("opening", ["<|tool_call|>[", "functools["])
+def test_phi4_mini(opening):
+  calls = '{"name": "add", "arguments": {"a": [1]}}, {"name": "sub", "parameters": {}}]'
+  text = f"I use functools.\n{opening}{calls}"
+  wanted = "I use functools.", [("add", {"a": [1]}), ("sub", {})]
+  assert read("phi4_mini", text) == ("", *wanted)
+  reader = tool_calls.tool_reader("phi4_mini", ["add"])
+  pieces = [reader.push(letter) for letter in text] + [reader.end()]
+  assert "".join(piece.content for piece in pieces) == wanted[0]
+  assert [call.name for piece in pieces for call in piece.calls] == ["add", "sub"]
+
+
 @pytest.mark.parametrize("end", ["", "</function_calls>"])
 def test_olmo3(end):
   wanted = [("add", {"a": 1, "b": [2, {"c": None}]}), ("x.y", {"ok": True, "n": -2.5})]
@@ -88,6 +100,9 @@ def test_gemma4_letter_by_letter():
     ("granite", "<|tool_call|>[1]"),
     ("granite", '<|tool_call|>{"name": "add"'),
     ("granite", '<|tool_call|>[{"name": "add", "arguments": 3}]<|/tool_call|>'),
+    ("phi4_mini", 'functools[{"name": "add", "arguments": {}}] and more'),
+    ("phi4_mini", "functools[0]"),
+    ("phi4_mini", "functools.partial"),
     ("olmo3", "<function_calls>add(1)</function_calls>"),
     ("olmo3", "<function_calls>add(a=b)</function_calls>"),
     ("olmo3", "<function_calls>add(a={1})</function_calls>"),
@@ -106,4 +121,5 @@ def test_what_is_no_call_stays_text(tool_format, text):
 def test_formats_of_the_families():
   assert tool_calls.format_of("{{ '<|tool_call|>[' }}") == "granite"
   assert tool_calls.format_of("{{ '<function_calls>' }}") == "olmo3"
+  assert tool_calls.format_of("{{ '<|tool|>' + tools + '<|/tool|>' }}") == "phi4_mini"
   assert tool_calls.format_of("{{ '<|tool_call>call:' }}") == "gemma4"

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from tunix.generate.marked_calls import MarkedReader
+from tunix.generate.marked_calls import MarkedReader, Marks
 
 GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_MARKS = (GEMMA_CALL, GEMMA_END, GEMMA_QUOTE)
@@ -25,7 +25,7 @@ _KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
 
 def gemma4_reader() -> MarkedReader:
   """Returns the reader of Gemma 4's calls."""
-  return MarkedReader(GEMMA_CALL, GEMMA_END, _read)
+  return MarkedReader(Marks(GEMMA_CALL, GEMMA_END, _read))
 
 
 def _read(body: str) -> list[tuple[str, dict[str, Any]]] | None:

@@ -1,13 +1,15 @@
-"""Tool calls between two marks, in the formats of Granite 3, OLMo 3 and SmolLM3.
+"""Tool calls between two marks: Granite 3, Phi 4 mini, OLMo 3 and SmolLM3.
 
     <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
+    functools[{"name": "add", "arguments": {"a": 3}}]             phi4_mini
     <function_calls>add(a=3)\nadd(a=4)</function_calls>           olmo3
     <code>add(a=3)\nprint(add(a=4))</code>                        smollm3_code
 
 SmolLM3 writes the last one if its tools were given as `python_tools`. Other code
 between these marks is no list of calls, and stays text.
 
-The closing mark may be missing at the end of an answer.
+Phi 4 mini writes calls as Granite 3 does, too. The closing mark may be missing at the
+end of an answer; `functools[` has none, so its calls end the answer.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
 
 GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
+PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools["
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
 CODE, CODE_END = "<code>", "</code>"
 # Values of JSON, which templates print among arguments in Python's syntax.
@@ -29,49 +32,65 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 _Read = Callable[[str], list[tuple[str, dict[str, Any]]] | None]
 
 
-class MarkedReader:
-  """Reads calls between marks. A block that cannot be read stays text.
+class Marks(NamedTuple):
+  """Marks around calls, and what reads the text between them.
 
-  Args:
+  Attributes:
     opening: mark before the calls.
-    closing: mark after them.
+    closing: mark after them; None if they end the answer.
     read: reads the text between the marks.
   """
 
-  def __init__(self, opening: str, closing: str, read: _Read):
-    self._opening, self._closing, self._read = opening, closing, read
-    self._text = ""
+  opening: str
+  closing: str | None
+  read: _Read
+
+
+class MarkedReader:
+  """Reads calls between marks. A block that cannot be read stays text."""
+
+  def __init__(self, *marks: Marks):
+    self._marks, self._text = marks, ""
 
   def push(self, text: str) -> Piece:
     self._text += text
     piece = Piece()
-    while True:
-      before, mark, rest = self._text.partition(self._opening)
-      if not mark:
-        return piece + self._settled()
-      body, close, rest = rest.partition(self._closing)
-      if not close:
+    while (found := self._first()) is not None:
+      before, marks, rest = found
+      if marks.closing is None or marks.closing not in rest:
         return piece
-      piece += self._block(before, body, close)
-      self._text = rest
+      body, close, self._text = rest.partition(marks.closing)
+      piece += self._block(before, marks, body, close)
+    return piece + self._settled()
 
   def end(self) -> Piece:
-    before, mark, body = self._text.partition(self._opening)
+    found, text = self._first(), self._text
     self._text = ""
-    if not mark:
-      return Piece(content=before if before.strip() else "")
-    return self._block(before, body, "")
+    if found is None:
+      return Piece(content=text if text.strip() else "")
+    before, marks, body = found
+    return self._block(before, marks, body, "")
+
+  def _first(self) -> tuple[str, Marks, str] | None:
+    """Returns (text before, marks, text after) of the first opening mark."""
+    found = [(self._text.find(x.opening), x) for x in self._marks]
+    found = [(at, x) for at, x in found if at >= 0]
+    if not found:
+      return None
+    at, marks = min(found, key=lambda pair: pair[0])
+    return self._text[:at], marks, self._text[at + len(marks.opening) :]
 
   def _settled(self) -> Piece:
-    held = held_back(self._text, self._opening)
+    held = max(held_back(self._text, marks.opening) for marks in self._marks)
     shown = self._text[: len(self._text) - held].rstrip()
     self._text = self._text[len(shown) :]
     return Piece(content=shown)
 
-  def _block(self, before: str, body: str, close: str) -> Piece:
-    found = self._read(body)
+  @staticmethod
+  def _block(before: str, marks: Marks, body: str, close: str) -> Piece:
+    found = marks.read(body)
     if not found:
-      return Piece(content=f"{before}{self._opening}{body}{close}")
+      return Piece(content=f"{before}{marks.opening}{body}{close}")
     calls = [
       ToolCall(id=new_call_id(), name=name, arguments=json.dumps(x, ensure_ascii=False))
       for name, x in found
@@ -81,17 +100,26 @@ class MarkedReader:
 
 def granite_reader() -> MarkedReader:
   """Returns the reader of Granite 3, whose calls are a list in JSON."""
-  return MarkedReader(GRANITE_CALLS, GRANITE_END, _listed)
+  return MarkedReader(Marks(GRANITE_CALLS, GRANITE_END, _listed))
+
+
+def phi4_mini_reader() -> MarkedReader:
+  """Returns the reader of Phi 4 mini, whose calls are a list in JSON."""
+  return MarkedReader(
+    Marks(GRANITE_CALLS, GRANITE_END, _listed),
+    Marks(PHI_CALLS, None, lambda body: _listed(f"[{body}")),
+  )
 
 
 def olmo3_reader() -> MarkedReader:
   """Returns the reader of OLMo 3, whose calls are lines in Python's syntax."""
-  return MarkedReader(OLMO_CALLS, OLMO_END, _python_calls)
+  return MarkedReader(Marks(OLMO_CALLS, OLMO_END, _python_calls))
 
 
 def smollm3_code_reader() -> MarkedReader:
   """Returns the reader of SmolLM3's Python code; it may print the calls."""
-  return MarkedReader(CODE, CODE_END, lambda body: _python_calls(body, prints=True))
+  read = lambda body: _python_calls(body, prints=True)
+  return MarkedReader(Marks(CODE, CODE_END, read))
 
 
 def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
@@ -102,7 +130,9 @@ def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
   out = []
   for value in values if isinstance(values, list) else [values]:
     name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+    arguments = None
+    if isinstance(value, dict):
+      arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not isinstance(arguments, dict):
       return None
     out.append((name, arguments))

@@ -27,7 +27,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tunix.generate.marked_calls import MarkedReader
+from tunix.generate.marked_calls import MarkedReader, Marks
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 QWEN_FUNCTION, GLM_KEY = "<function=", "<arg_key>"
@@ -70,7 +70,7 @@ def qwen3_coder_reader(tools: Collection[str]) -> MarkedReader:
     found = _FUNCTION.fullmatch(body)
     return found and _call(found[1], found[2], _PARAMETER, tools)
 
-  return MarkedReader(OPEN_CALL, CLOSE_CALL, read)
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
 
 
 def glm4_reader(tools: Collection[str]) -> MarkedReader:
@@ -80,12 +80,12 @@ def glm4_reader(tools: Collection[str]) -> MarkedReader:
     found = _NAMED.fullmatch(body)
     return found and _call(found[1], found[2], _PAIR, tools)
 
-  return MarkedReader(OPEN_CALL, CLOSE_CALL, read)
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
 
 
 def deepseek_v3_reader() -> MarkedReader:
   """Returns the reader of DeepSeek-V3 and V3.1."""
-  return MarkedReader(DEEPSEEK_CALLS, DEEPSEEK_END, _deepseek_calls)
+  return MarkedReader(Marks(DEEPSEEK_CALLS, DEEPSEEK_END, _deepseek_calls))
 
 
 def _deepseek_calls(body: str) -> _Calls | None:

@@ -32,8 +32,11 @@ from tunix.generate.marked_calls import (
   GRANITE_CALLS as GRANITE_CALLS,
   OLMO_CALLS as OLMO_CALLS,
   OLMO_END as OLMO_END,
+  PHI_CALLS as PHI_CALLS,
+  PHI_TOOLS_END,
   granite_reader,
   olmo3_reader,
+  phi4_mini_reader,
   smollm3_code_reader,
 )
 from tunix.generate.tagged_calls import (
@@ -319,6 +322,7 @@ def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
     "llama3": lambda: Llama3Reader(tools),
     "mistral": MistralReader,
     "olmo3": olmo3_reader,
+    "phi4_mini": phi4_mini_reader,
     "qwen3_coder": lambda: qwen3_coder_reader(tools),
     "smollm3_code": smollm3_code_reader,
     "none": PlainReader,
@@ -340,6 +344,7 @@ def format_of(template: Any) -> str:
   marks[PYTHON_TAG] = "llama3"
   marks[CHANNEL + "final"] = "harmony"
   marks |= {GRANITE_CALLS: "granite", OLMO_CALLS: "olmo3"}
+  marks[PHI_TOOLS_END] = "phi4_mini"
   return next((name for mark, name in marks.items() if mark in source), "none")
 
 

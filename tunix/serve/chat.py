@@ -29,6 +29,7 @@ _MARKS = {
   "harmony": harmony.MARKS,
   "granite": (tool_calls.GRANITE_CALLS,),
   "olmo3": (tool_calls.OLMO_CALLS, tool_calls.OLMO_END),
+  "phi4_mini": (tool_calls.GRANITE_CALLS,),
 }
 
 

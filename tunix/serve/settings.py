@@ -22,6 +22,7 @@ ToolFormat = Literal[
   "llama3",
   "mistral",
   "olmo3",
+  "phi4_mini",
   "qwen3_coder",
   "smollm3_code",
   "none",

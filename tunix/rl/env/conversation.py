@@ -282,8 +282,11 @@ def _problem(content: str, tool_format: str) -> str | None:
     "llama3": tool_calls.PYTHON_TAG,
     "granite": tool_calls.GRANITE_CALLS,
     "olmo3": tool_calls.OLMO_CALLS,
+    "phi4_mini": tool_calls.GRANITE_CALLS,
   }
   mark = marks.get(tool_format)
+  if tool_format == "phi4_mini" and tool_calls.PHI_CALLS in content:
+    mark = tool_calls.PHI_CALLS
   if tool_format == "llama3" and content.lstrip().startswith("{"):
     mark = "{" if '"name"' in content else mark
   if mark is None or mark not in content:
