@@ -1,7 +1,7 @@
 """Which tests `make check` leaves to CI, and which ones CI leaves to `make slow`.
 
-`long_tests.txt` lists tests that cost at least SECONDS of processor time, with what they
-compile; so the folder of compiled programs is an empty one:
+`long_tests.txt` lists tests that cost at least SECONDS of processor time, with what
+they compile; so the folder of compiled programs is an empty one:
 
   TUNIX_TEST_CACHE=$(mktemp -d) CPU_SECONDS=seconds python -m pytest -q -n 2 \
     -m "not slow and not engine" -p tests.cpu_seconds

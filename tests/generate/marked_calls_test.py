@@ -32,8 +32,8 @@ def test_granite(end):
 @pytest.mark.parametrize("opening", ["<|tool_call|>[", "functools["])
 def test_phi4_mini(opening):
   calls = '{"name": "add", "arguments": {"a": [1]}}, {"name": "sub", "parameters": {}}]'
-  text = f"I use functools.\n{opening}{calls}"
-  wanted = "I use functools.", [("add", {"a": [1]}), ("sub", {})]
+  text = f"I use functools[0].\n{opening}{calls}"
+  wanted = "I use functools[0].", [("add", {"a": [1]}), ("sub", {})]
   assert read("phi4_mini", text) == ("", *wanted)
   reader = tool_calls.tool_reader("phi4_mini", ["add"])
   pieces = [reader.push(letter) for letter in text] + [reader.end()]

@@ -7,7 +7,7 @@
 # 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3
 # and 4, Ministral 3, OLMo 3, SmolLM3, Phi 4, GLM-4.7 Flash and DeepSeek-V3 were
 # computed from the presets and not compared with the pages. transformers counts as many
-# for every preset, and has the sizes of eight as defaults: published_live_test.py.
+# for every preset, and has eight as its defaults: published_live_test.py.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),

@@ -1,6 +1,8 @@
 """Bytes that move while nothing is computed, counted by hand."""
 # ruff: noqa: E501 (lines of a program)
 
+import pytest
+
 from tunix.perf.hlo_text import Program
 from tunix.plan import exposed
 
@@ -123,3 +125,38 @@ ENTRY %main (a: f32[1,128]) -> f32[8,128] {
 def test_arrays_of_a_collective_that_a_loop_drives_on_do_not_count_in_each_pass():
   program = Program(COLLECTIVE_IN_A_LOOP, is_compiled=True)
   assert exposed.read(program) == 3 * 2 * ARRAY  # what is negated: read and written
+
+
+IN_PLACE = "dynamic-update-slice(%param_2.3, %row.1, %i, %zero)"
+
+
+@pytest.mark.parametrize(
+  ("change", "moved"),
+  [
+    # A row that is negated is written into a stack: an eighth is read and written.
+    ({"negate(%param_2.3)": IN_PLACE}, 2 / 8),
+    ({"tuple(%negated.1": "tuple(%view"}, 2),
+    ({"all-gather(%param_0.3)": "fusion(%param_0.3), kind=kLoop, calls=%inner"}, 2),
+  ],
+  ids=["in place", "view", "nested"],
+)
+def test_other_results_beside_a_collective_count_as_ever(change, moved):
+  text = COLLECTIVE_IN_A_LOOP.replace("ROOT %t.1", f"{VIEW}\n  ROOT %t.1")
+  text = text.replace("  %negated.1", f"{ROW}\n  %negated.1", 1)
+  for old, new in change.items():
+    assert old in text
+    text = text.replace(old, new)
+  program = Program(text.replace("%begin (", f"{INNER}\n%begin ("), is_compiled=True)
+  assert exposed.read(program) == 3 * moved * ARRAY
+
+
+ROW = """\
+  %cut.1 = f32[1,128]{1,0:T(8,128)} dynamic-slice(%param_2.3, %i, %zero), dynamic_slice_sizes={1,128}
+  %row.1 = f32[1,128]{1,0:T(8,128)} negate(%cut.1)"""
+VIEW = "  %view = f32[8,128]{1,0:T(8,128)} bitcast(%negated.1)"
+INNER = """\
+%inner (param_0.5: f32[1,128]) -> f32[8,128] {
+  %param_0.5 = f32[1,128]{1,0:T(8,128)} parameter(0)
+  ROOT %gathered.2 = f32[8,128]{1,0:T(8,128)} all-gather(%param_0.5), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+}
+"""

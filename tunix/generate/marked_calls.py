@@ -9,7 +9,7 @@ SmolLM3 writes the last one if its tools were given as `python_tools`. Other cod
 between these marks is no list of calls, and stays text.
 
 Phi 4 mini writes calls as Granite 3 does, too. The closing mark may be missing at the
-end of an answer; `functools[` has none, so its calls end the answer.
+end of an answer; `functools[{` has none, so its calls end the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
 
 GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
-PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools["
+PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools[{"
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
 CODE, CODE_END = "<code>", "</code>"
 # Values of JSON, which templates print among arguments in Python's syntax.
@@ -107,7 +107,7 @@ def phi4_mini_reader() -> MarkedReader:
   """Returns the reader of Phi 4 mini, whose calls are a list in JSON."""
   return MarkedReader(
     Marks(GRANITE_CALLS, GRANITE_END, _listed),
-    Marks(PHI_CALLS, None, lambda body: _listed(f"[{body}")),
+    Marks(PHI_CALLS, None, lambda body: _listed("[{" + body)),
   )
 
 

@@ -64,9 +64,9 @@ class Array:
     return math.prod(self.sizes) * (int(bits[1]) if bits else 8) // 8
 
   @property
-  def is_in_memory(self) -> bool:
-    """False if the array lies in a memory on the chip."""
-    return not _ON_CHIP.search(self.layout)
+  def bytes_in_memory(self) -> int:
+    """Bytes of the array; 0 if it lies in a memory on the chip."""
+    return 0 if _ON_CHIP.search(self.layout) else self.bytes
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
@@ -113,7 +113,7 @@ class Operation:
   @functools.cached_property
   def bytes_in_memory(self) -> int:
     """Bytes of the result, without arrays that lie in a memory on the chip."""
-    return sum(x.bytes for x in self.arrays if x.is_in_memory)
+    return sum(array.bytes_in_memory for array in self.arrays)
 
   @functools.cached_property
   def index(self) -> int | None:

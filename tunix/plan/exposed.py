@@ -23,6 +23,7 @@ _NO_TRAFFIC = frozenset(
 )
 _CALLS = ("call", "conditional", "while")
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
+_VIEWS = frozenset(("bitcast", "get-tuple-element", "reshape"))
 # A fusion that only views or copies a parameter reads what its next operation takes.
 _SAME = frozenset(("bitcast", "copy", "reshape", "transpose"))
 
@@ -47,6 +48,7 @@ class _Traffic:
   def __init__(self, program: Program):
     self._program = program
     self.has_product = functools.cache(self._has_product)
+    self.has_collective = functools.cache(self._has_collective)
     self.of_computation = functools.cache(self._of_computation)
 
   def _of_computation(self, name: str) -> float:
@@ -82,11 +84,17 @@ class _Traffic:
       for one in self._inside(name).values()
     )
 
+  def _has_collective(self, name: str) -> bool:
+    return any(
+      one.is_collective or (one.fused is not None and self.has_collective(one.fused))
+      for one in self._inside(name).values()
+    )
+
   def _written(self, one: Operation, known: _Operations) -> float:
     """Returns bytes of the result; of an update in place only the new part."""
     if not one.bytes_in_memory:
       return 0.0
-    if one.fused and any(x.is_collective for x in self._inside(one.fused).values()):
+    if one.fused and self.has_collective(one.fused):
       return self._beside_collective(one)
     inside = self._inside(one.fused) if one.fused else {one.name: one}
     updates = [x for x in inside.values() if x.opcode == "dynamic-update-slice"]
@@ -101,15 +109,43 @@ class _Traffic:
     The arrays of the collective are results of each such fusion, also in a loop that
     runs while the collective does. Links write them, and once only.
     """
-    inside = self._inside(one.fused or "")
-    (root,) = (x for x in inside.values() if x.is_root)
-    results = zip(root.operands if root.opcode == "tuple" else [root.name], one.arrays)
-    return sum(
-      array.bytes
-      for name, array in results
-      if array.is_in_memory
-      and not (inside[name].is_collective or inside[name].opcode in _NO_TRAFFIC)
-    )
+    root, inside = self._root(one)
+    names = root.operands if root.opcode == "tuple" else (root.name,) * len(one.arrays)
+    if len(names) != len(one.arrays):  # tuples of tuples, of which nothing is known
+      return 0.0
+    total = 0.0
+    for index, (name, array) in enumerate(zip(names, one.arrays)):
+      source, known = self._source(name, index, inside)
+      if source.opcode == "dynamic-update-slice":
+        new = known.get(source.operands[1])
+        total += min(array.bytes_in_memory, new.bytes if new else 0)
+      elif not (source.is_collective or source.opcode in _NO_TRAFFIC):
+        total += array.bytes_in_memory
+    return total
+
+  def _source(
+    self, name: str, index: int, known: _Operations
+  ) -> tuple[Operation, _Operations]:
+    """Returns what computes an array of a result, and the operations beside it.
+
+    Args:
+      name: operation whose result is looked at, which may be a view.
+      index: number of the array in this result.
+      known: operations beside it.
+    """
+    one = known[name]
+    if one.opcode in _VIEWS:
+      return self._source(one.operands[0], one.index or 0, known)
+    if one.fused is None or not self.has_collective(one.fused):
+      return one, known
+    root, inside = self._root(one)
+    name = root.operands[index] if root.opcode == "tuple" else root.name
+    return self._source(name, index, inside)
+
+  def _root(self, fusion: Operation) -> tuple[Operation, _Operations]:
+    """Returns the operation of a fusion's result, and all of its operations."""
+    inside = self._inside(fusion.fused or "")
+    return next(x for x in inside.values() if x.is_root), inside
 
   def _read(self, one: Operation, index: int, known: _Operations) -> float:
     """Returns bytes read of one operand: all of it, or the slices that are taken."""

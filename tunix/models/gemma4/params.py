@@ -160,9 +160,9 @@ def _full_layers(hf: hf_config.HfConfig) -> dict[str, Any]:
   return fields | ({"values_from_keys": True} if joint else {})
 
 
-def _layer_number(key: str) -> int:
+def _layer_number(key: object) -> int:
   """Returns the layer of a key; transformers writes "05" beside "11"."""
-  return int(key) if key.isdecimal() else -1
+  return int(str(key)) if str(key).isdecimal() else -1
 
 
 _FULL_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
@@ -14,7 +16,6 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import ShardingRules
 from tunix.perf import hlo_flops
-from tunix.utils import tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ExpertShard:
 
 def on_mesh(
   x: Float[Array, "B T D"],
-  experts: Any,
+  experts: Sequence[Array],
   total: int,
   k: int,
   mesh: Mesh | AbstractMesh,
@@ -76,9 +77,9 @@ def on_mesh(
 ) -> ExpertShard:
   """Returns which experts a device computes for tokens on a mesh.
 
-  Each device computes its own experts if the axis `rules.ep` divides their number. The
-  exception are calls with so many tokens that the weights of all experts are fewer
-  bytes: then the weights travel, as along the other axes.
+  Each device computes its own experts if the axis `rules.ep` divides their number. If
+  this axis also splits the tokens, and the weights of all experts are fewer bytes than
+  they, the weights travel instead, as along the other axes.
 
   Args:
     x: tokens.
@@ -100,7 +101,7 @@ def on_mesh(
 
 def weights_are_fewer(
   x: Float[Array, "B T D"],
-  experts: Any,
+  experts: Sequence[Array],
   k: int,
   shard: ExpertShard,
   mesh: Mesh | AbstractMesh,
@@ -117,7 +118,14 @@ def weights_are_fewer(
   there = here * (x.shape[-1] * x.dtype.itemsize + k * (x.dtype.itemsize + 4))
   back = here * x.shape[-1] * x.dtype.itemsize
   others = shard.parts - 1
-  return tree.size_bytes(experts) * others / shard.parts < (there + back) * others
+  weights = sum(y.size * _bits(y.dtype) / 8 for y in experts)
+  return weights * others / shard.parts < (there + back) * others
+
+
+def _bits(dtype: Any) -> int:
+  """Returns bits of a number; 4 for int4, whose itemsize is a byte."""
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  return (jnp.finfo if is_float else jnp.iinfo)(dtype).bits
 
 
 def _names(spec: PartitionSpec | None) -> set[str]:
