@@ -47,7 +47,7 @@ class ExpertShard:
 
   @property
   def gathers(self) -> bool:
-    """Whether the tokens of the devices along `axis` differ, so that they travel.
+    """True if the tokens of the devices along `axis` differ, so that they travel.
 
     If the size of the axis does not divide the tokens, each device along it has all of
     them already.
