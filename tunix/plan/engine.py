@@ -225,7 +225,7 @@ class EngineRecords:
     store = self._store
     if isinstance(store, PageStore):
       return store.tables[0].shape[-1] * page
-    return store.rows_v[0].shape[2]
+    return store.rows_v[0].shape[3]
 
   def _cache(self) -> list[Any]:
     return [x for x in programs.shapes_in(self._carry.store) if x.ndim > 3]

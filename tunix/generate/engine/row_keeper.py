@@ -69,7 +69,7 @@ class RowKeeper:
   @property
   def width(self) -> int:
     """Tokens of a row."""
-    return 0 if self.store is None else self.store.rows_v[0].shape[2]
+    return 0 if self.store is None else self.store.rows_v[0].shape[3]
 
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Writes parts of rows to pages.
@@ -162,38 +162,44 @@ class RowKeeper:
   def _empty_store(self, width: int) -> Store:
     sizes = [1 + layer_groups.pages_of(self._config, w) for w in self._windows]
     pages = [sizes[group] for group in self._groups]
-    pages = self._zeros(pages, self._config.page_tokens)
+    size = self._config.page_tokens
+    pages = self._zeros(pages, size, size)
     return Store(*self._empty_rows(width), *pages, groups=self._groups)
 
   def _empty_rows(self, width: int) -> tuple[Any, Any]:
-    return self._zeros([self._config.slots] * self._model.num_layers, width)
+    tile = rows.tile_tokens(self._config.page_tokens)
+    return self._zeros([self._config.slots] * self._model.num_layers, width, tile)
 
-  def _zeros(self, firsts: list[int], tokens: int) -> tuple[Any, Any]:
+  def _zeros(self, firsts: list[int], tokens: int, tile: int) -> tuple[Any, Any]:
     """Returns zero keys and values of all layers, split over the mesh by heads.
 
     Args:
       firsts: size of each layer's first axis.
       tokens: number of tokens of a row, or of a page.
+      tile: number of tokens of a tile of keys.
     """
     m = self._model
     kinds = [m.kinds[kind] for kind in m.layer_kinds]
     shapes = tuple((n, x.num_kv_heads, x.head_dim) for n, x in zip(firsts, kinds))
     dtype = str(jnp.dtype(m.dtype))
     axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
-    return programs.call("engine zeros", _zeros, shapes, tokens, dtype, axes)
+    return programs.call("engine zeros", _zeros, shapes, tokens, tile, dtype, axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _zeros(
   shapes: tuple[tuple[int, int, int], ...],
   tokens: int,
+  tile: int,
   dtype: str,
   axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
   zero = lambda *shape: mesh_lib.constrain(jnp.zeros(shape, dtype), None, axes)
-  keys = tuple(zero(first, heads, size, tokens) for first, heads, size in shapes)
-  return keys, tuple(zero(first, heads, tokens, size) for first, heads, size in shapes)
+  keys = (zero(n, heads, tokens // tile, size, tile) for n, heads, size in shapes)
+  parts = [(*shape, rows.tile_features(shape[2])) for shape in shapes]
+  values = (zero(n, heads, size // e, tokens, e) for n, heads, size, e in parts)
+  return tuple(keys), tuple(values)
 
 
 def widths(config: EngineConfig) -> list[int]:
@@ -206,10 +212,10 @@ def _width(tokens: int, config: EngineConfig) -> int:
 
   Attention runs over whole rows, so a narrower one is faster; each width is a program.
   """
-  page = config.page_tokens
-  least = config.pages_of(_NARROWEST) * page
-  most = config.pages_of(config.max_tokens) * page
+  tile = rows.tile_tokens(config.page_tokens)
+  whole = lambda tokens: -(-tokens // tile) * tile
+  least, most = whole(_NARROWEST), whole(config.max_tokens)
   double = least * batching.bucket(-(-tokens // least))
   # Between a power of two and its half there is one more.
-  between = config.pages_of(3 * double // 4) * page
+  between = whole(3 * double // 4)
   return min(most, between if tokens <= between and double > least else double)
