@@ -132,7 +132,13 @@ class Opened(NamedTuple):
   state: Any
 
 
-def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
+def opened(
+  graph: Any,
+  state: Any,
+  layout: Layout | None = None,
+  *,
+  transposes: bool = False,
+) -> Opened:
   """Prepares a split module for decoding: one module per layer, and new shardings.
 
   Args:
@@ -140,11 +146,14 @@ def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
     state: its state. Leaves that do not change are returned without a copy.
     layout: new shardings of weights, see `layout.for_decoding`; None leaves them
       unchanged.
+    transposes: see `layout.transpose_kernels`.
   """
   # A model that scans its layers stores them stacked, [L, ...]. Each decode step would
   # slice the stack once per layer, which copies all weights in every step. Here they
   # are sliced once per request.
-  structure, places, changed = programs.call("unstack", _open, graph, layout, state)
+  structure, places, changed = programs.call(
+    "unstack", _open, graph, layout, transposes, state
+  )
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
   leaves = [next(fresh) if i is None else stored[i] for i in places.value]
@@ -159,8 +168,8 @@ class _Static:
   value: Any
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _open(graph, layout, state):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _open(graph, layout, transposes, state):
   """Returns the new structure, the source of each leaf, and the changed leaves only.
 
   A jitted function copies its results. An unchanged leaf (embedding, last norm, head)
@@ -174,6 +183,8 @@ def _open(graph, layout, state):
     layout_lib.split_products(model, layout.step)
   model.eval()  # No dropout in sampled text, even while the owner trains the model.
   model = decoders.unstacked(model)
+  if transposes:
+    layout_lib.transpose_kernels(model)
   numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
   leaves, structure = jax.tree.flatten(tuple(nnx.split(model)))
   places = tuple(numbers.get(id(leaf)) for leaf in leaves)

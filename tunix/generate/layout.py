@@ -27,8 +27,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.generate import decoders
+from tunix.models.transformer import qwix_seam
 from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.transposed import TransposedKernel
 from tunix.perf.chips import chip_of
 from tunix.utils import mesh as mesh_lib
 
@@ -125,6 +128,28 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
   assert isinstance(model, Transformer)
   rules = dataclasses.replace(model.config.sharding, step=axes)
   model.config = dataclasses.replace(model.config, sharding=rules)
+
+
+def reads_transposed(mesh: Mesh | None) -> bool:
+  """Returns True if `transpose_kernels` makes decoding on these devices faster."""
+  is_alone = mesh is None or mesh.size == 1
+  return is_alone and mesh_lib.context_platform() == "cpu"
+
+
+def transpose_kernels(model: nnx.Module) -> None:
+  """Stores the float32 matrices of our decoder transposed, in place.
+
+  It is for CPUs, see transposed.py; those of experts stay as they are. A model that
+  qwix has changed stays as it is too, because qwix looks for its own products.
+  """
+  if not isinstance(model, Transformer) or qwix_seam.is_wrapped(model):
+    return
+  for _, node in nnx.iter_graph(model):
+    if not isinstance(node, Linear) or not isinstance(node.kernel, nnx.Param):
+      continue
+    kernel = node.kernel.get_value()
+    if kernel.ndim == 2 and kernel.dtype == "float32":
+      node.kernel = nnx.data(TransposedKernel(nnx.Param(kernel.T)))
 
 
 def _whole(rules: ShardingRules, leaves: list[Any]) -> Layout | None:

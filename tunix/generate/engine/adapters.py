@@ -30,6 +30,7 @@ from tunix.models import lora_modules
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisedKernel
+from tunix.models.transformer.transposed import TransposedKernel
 from tunix.utils import checks, mesh as mesh_lib
 
 Pair = tuple[Any, Any]
@@ -335,8 +336,11 @@ def _places(model: Transformer, ranks: int) -> Iterator[tuple[str, _Place]]:
 def _shardings(linear: Linear) -> Pair:
   """Returns the shardings of A and B: R is not split, in and out follow the kernel."""
   kernel = linear.kernel
-  stored = kernel.codes if isinstance(kernel, QuantisedKernel) else kernel
-  array = stored.get_value()
+  if isinstance(kernel, TransposedKernel):
+    array = kernel.rows.get_value()  # on one device
+  else:
+    stored = kernel.codes if isinstance(kernel, QuantisedKernel) else kernel
+    array = stored.get_value()
   where = array.sharding
   if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh):
     spec = (*where.spec, *(None,) * (array.ndim - len(where.spec)))

@@ -277,7 +277,9 @@ class Device:
     if self._opened is None:
       with mesh_lib.use_mesh(mesh):
         weights = layout.for_decoding(self._model, state, self._gather)
-        self._opened = decode.opened(graph, state, weights)
+        self._opened = decode.opened(
+          graph, state, weights, transposes=layout.reads_transposed(mesh)
+        )
     return (*self._opened, mesh)
 
   def _segments(self, rounds: list[list[Block]]) -> list[tuple[int, list[list[Block]]]]:

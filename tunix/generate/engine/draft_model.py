@@ -165,7 +165,12 @@ class DraftModel:
       graph, state = nnx.split(self._model)
       state = mesh_lib.on_auto(state)
       weights = layout.for_decoding(self._model, state, self._gather)
-      self._opened = decode.opened(graph, state, weights)
+      self._opened = decode.opened(
+        graph,
+        state,
+        weights,
+        transposes=layout.reads_transposed(mesh_lib.mesh_of(state)),
+      )
     return Draft(*self._opened)
 
   def take_store(self) -> Any:

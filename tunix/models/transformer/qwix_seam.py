@@ -25,6 +25,11 @@ def is_initialising(model: nnx.Module) -> bool:
   return bool(getattr(model, "disable_quant_stats_update", False))
 
 
+def is_wrapped(model: nnx.Module) -> bool:
+  """Returns True if qwix has wrapped the model, and adds to its products."""
+  return hasattr(model, "qwix_path")
+
+
 def run_apart(
   stack: nnx.Module,
   layers: int,
