@@ -12,7 +12,7 @@ from tunix.models.transformer.config import ShardingRules
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-  return jax.random.normal(jax.random.key(seed), shape)
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def empty(slots: int, heads: int, size: int, width: int, page: int) -> RowLayer:
@@ -102,7 +102,7 @@ def test_long_blocks_take_the_other_paths_of_attention(monkeypatch):
   np.testing.assert_allclose(run(), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("page", [10, 16, 40])
+@pytest.mark.parametrize("page", [10, 40])
 def test_pages_come_back_from_rows(page):
   """Pages of a completion are loaded into a row, and written to other pages."""
   heads, size, tile = 2, 128, rows.tile_tokens(page)

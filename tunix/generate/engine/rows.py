@@ -158,10 +158,24 @@ def _attend(
 def _of_tiles(
   spec: str, rows: Float[Array, "R K A B"], tiles: Float[Array, "R K J B C"], dtype: Any
 ) -> Float[Array, "R K J A C"]:
-  """Returns the products of rows with each tile, float32."""
-  shape = (*tiles.shape[:3], *rows.shape[2:])
-  rows = jnp.broadcast_to(rows[:, :, None], shape).astype(dtype)
-  return jnp.einsum(spec, rows, tiles.astype(dtype), preferred_element_type=jnp.float32)
+  """Returns the products of rows with each tile, float32.
+
+  Args:
+    spec: the products as an einsum in which each tile has rows of its own.
+    rows: the rows.
+    tiles: the tiles.
+    dtype: dtype in which they are multiplied.
+  """
+  rows, tiles = rows.astype(dtype), tiles.astype(dtype)
+  if mesh_lib.context_platform() == "cpu":
+    # XLA's CPU backend would compute the rows once for each tile. It sees products in
+    # this sum, and the tiles share the rows. A single row it would not see as one.
+    count = rows.shape[2]
+    rows = jnp.concatenate([rows, rows], axis=2) if count == 1 else rows
+    out = jnp.sum(rows[:, :, None, :, :, None] * tiles[:, :, :, None], axis=4)
+    return out[:, :, :, :count]
+  rows = jnp.broadcast_to(rows[:, :, None], (*tiles.shape[:3], *rows.shape[2:]))
+  return jnp.einsum(spec, rows, tiles, preferred_element_type=jnp.float32)
 
 
 @jax.tree_util.register_dataclass
