@@ -54,7 +54,14 @@ def test_time_measure(caplog):
   assert not caplog.records
 
 
-def test_looking_at_live_arrays_makes_none(mesh_fsdp8):
+def test_looking_at_live_arrays_makes_none(mesh_fsdp8, monkeypatch):
+  # Without those of other tests, which come and go, also from threads. They are held,
+  # so that no new array gets the id of one of them.
+  live, others = jax.live_arrays, jax.live_arrays()
+  known = {id(array) for array in others}
+  monkeypatch.setattr(
+    jax, "live_arrays", lambda: [x for x in live() if id(x) not in known]
+  )
   rows = jax.NamedSharding(mesh_fsdp8, jax.P("fsdp"))
   arrays = [
     jax.device_put(np.ones((16, 1000), np.float32), rows),
