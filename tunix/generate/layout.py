@@ -16,6 +16,7 @@ In both cases the rows of the KV cache, and attention over them, stay on their d
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -29,9 +30,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.generate import decoders
 from tunix.models.transformer import qwix_seam
 from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.cpu_products import TILE, TiledKernel
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
-from tunix.models.transformer.transposed import TransposedKernel
 from tunix.perf.chips import chip_of
 from tunix.utils import mesh as mesh_lib
 
@@ -130,26 +131,30 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
   model.config = dataclasses.replace(model.config, sharding=rules)
 
 
-def reads_transposed(mesh: Mesh | None) -> bool:
-  """Returns True if `transpose_kernels` makes decoding on these devices faster."""
+def reads_tiles(mesh: Mesh | None) -> bool:
+  """Returns True if `tile_kernels` makes decoding on these devices faster."""
   is_alone = mesh is None or mesh.size == 1
   return is_alone and mesh_lib.context_platform() == "cpu"
 
 
-def transpose_kernels(model: nnx.Module) -> None:
-  """Stores the float32 matrices of our decoder transposed, in place.
+def tile_kernels(model: nnx.Module) -> None:
+  """Cuts the matrices of a float32 model into tiles, in place.
 
-  It is for CPUs, see transposed.py; those of experts stay as they are. A model that
-  qwix has changed stays as it is too, because qwix looks for its own products.
+  It is for CPUs, see cpu_products.py; matrices of experts stay as they are. A model
+  that qwix has changed stays as it is too, because qwix looks for its own products.
   """
   if not isinstance(model, Transformer) or qwix_seam.is_wrapped(model):
     return
-  for _, node in nnx.iter_graph(model):
+  if jax.numpy.dtype(model.config.dtype) != "float32":
+    return
+  numbers: dict[Any, int] = collections.defaultdict(int)
+  for path, node in nnx.iter_graph(model):
     if not isinstance(node, Linear) or not isinstance(node.kernel, nnx.Param):
       continue
     kernel = node.kernel.get_value()
-    if kernel.ndim == 2 and kernel.dtype == "float32":
-      node.kernel = nnx.data(TransposedKernel(nnx.Param(kernel.T)))
+    if kernel.ndim == 2 and kernel.dtype == "float32" and kernel.shape[1] % TILE == 0:
+      node.kernel = nnx.data(TiledKernel(kernel, numbers[path[:-1]]))
+      numbers[path[:-1]] += 1
 
 
 def _whole(rules: ShardingRules, leaves: list[Any]) -> Layout | None:

@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, Int
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.adapter_sources import Source
 from tunix.models import lora_modules
+from tunix.models.transformer.cpu_products import TiledKernel
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisedKernel
-from tunix.models.transformer.transposed import TransposedKernel
 from tunix.utils import checks, mesh as mesh_lib
 
 Pair = tuple[Any, Any]
@@ -336,8 +336,8 @@ def _places(model: Transformer, ranks: int) -> Iterator[tuple[str, _Place]]:
 def _shardings(linear: Linear) -> Pair:
   """Returns the shardings of A and B: R is not split, in and out follow the kernel."""
   kernel = linear.kernel
-  if isinstance(kernel, TransposedKernel):
-    array = kernel.rows.get_value()  # on one device
+  if isinstance(kernel, TiledKernel):
+    array = kernel.tiles.get_value()  # on one device
   else:
     stored = kernel.codes if isinstance(kernel, QuantisedKernel) else kernel
     array = stored.get_value()

@@ -278,7 +278,7 @@ class Device:
       with mesh_lib.use_mesh(mesh):
         weights = layout.for_decoding(self._model, state, self._gather)
         self._opened = decode.opened(
-          graph, state, weights, transposes=layout.reads_transposed(mesh)
+          graph, state, weights, tiles=layout.reads_tiles(mesh)
         )
     return (*self._opened, mesh)
 

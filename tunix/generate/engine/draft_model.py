@@ -169,7 +169,7 @@ class DraftModel:
         graph,
         state,
         weights,
-        transposes=layout.reads_transposed(mesh_lib.mesh_of(state)),
+        tiles=layout.reads_tiles(mesh_lib.mesh_of(state)),
       )
     return Draft(*self._opened)
 

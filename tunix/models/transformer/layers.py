@@ -17,8 +17,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models.transformer import dropout
+from tunix.models.transformer.cpu_products import TiledKernel
 from tunix.models.transformer.quantised import QuantisedKernel
-from tunix.models.transformer.transposed import TransposedKernel
 
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02
@@ -73,7 +73,7 @@ class Linear(nnx.Module):
 
   Attributes:
     kernel: a parameter [*stack, in, out], or a `QuantisedKernel`; while tokens are
-      generated on a CPU, a `TransposedKernel`.
+      generated on a CPU, a `TiledKernel`.
     bias: [*stack, out] or None.
     lora_a, lora_b: factors [*stack, in, r] and [*stack, r, out] of the adapter, or
       None.
@@ -98,7 +98,7 @@ class Linear(nnx.Module):
     rngs: nnx.Rngs,
   ):
     shape = (*stack, in_dim, out_dim)
-    self.kernel: nnx.Param | QuantisedKernel | TransposedKernel = nnx.data(
+    self.kernel: nnx.Param | QuantisedKernel | TiledKernel = nnx.data(
       param(fresh(rngs.params(), shape).astype(param_dtype), spec)
     )
     bias = jnp.zeros((*stack, out_dim), param_dtype)
@@ -148,7 +148,7 @@ class Linear(nnx.Module):
       product: multiplies the input by a matrix.
       spread: broadcasts vectors [..., out] to the rows of the output.
     """
-    if isinstance(self.kernel, QuantisedKernel | TransposedKernel):
+    if isinstance(self.kernel, QuantisedKernel | TiledKernel):
       y = self.kernel.product(x, product)
     else:
       y = product(x, self.kernel[...].astype(x.dtype))

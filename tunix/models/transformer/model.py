@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer import (
   cache as cache_lib,
+  cpu_products,
   dropout,
   explicit,
   kv_sharing,
@@ -24,17 +25,16 @@ from tunix.models.transformer import (
   rope,
   routing,
   sharding,
-  transposed,
 )
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.cpu_products import TiledKernel
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.decoder_layers import DecoderLayers
 from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.shared_prompt import SharedPrompt
-from tunix.models.transformer.transposed import TransposedKernel
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocab_softmax import Layout, soft_cap
@@ -181,12 +181,17 @@ class Transformer(DecoderLayers):
         return self.score(hidden.astype(jnp.float32))
     table, layout = self.unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
-    table = table.astype(hidden.dtype)
+    product = lambda x, table: jnp.einsum(
+      spec, x, table.astype(x.dtype), preferred_element_type=jnp.float32
+    )
+    is_whole, head = layout.vocab_axis is None, self.lm_head
     with jax.named_scope("unembed"):
-      if layout.transposed and layout.vocab_axis is None and transposed.suits(hidden):
-        out = transposed.few_rows(hidden, table)
+      if head is not None and isinstance(head.kernel, TiledKernel):
+        out = head.kernel.product(hidden, product)
+      elif layout.transposed and is_whole and cpu_products.suits(hidden):
+        out = cpu_products.few_rows(hidden, table.astype(hidden.dtype))
       else:
-        out = jnp.einsum(spec, hidden, table, preferred_element_type=jnp.float32)
+        out = product(hidden, table)
       out = sharding.pin_features(out, self.config.sharding)
       out = sharding.pin_rows(out, self.config.sharding)
       return out if layout.softcap is None else soft_cap(out, layout.softcap)
@@ -194,8 +199,7 @@ class Transformer(DecoderLayers):
   def unembedding(self) -> tuple[jax.Array, Layout]:
     """Returns the matrix that turns hidden states into logits, and its layout.
 
-    The matrix is [D, V]; or [V, D] if it is the embedding table, or is stored
-    transposed.
+    The matrix is [D, V], or the embedding table [V, D] if the embeddings are tied.
 
     Raises:
       ValueError: the model has a score head and no unembedding.
@@ -206,19 +210,19 @@ class Transformer(DecoderLayers):
         "logits over the vocabulary. A loss on tokens needs a model without num_scores"
       )
     head = self.lm_head
+    tied = head is None
     variable: Any = self.embed_tokens.embedding if head is None else head.kernel
-    has_rows = head is None or isinstance(variable, TransposedKernel)
-    if isinstance(variable, TransposedKernel):
-      variable = variable.rows
-    table = variable.get_value()  # variable[...] fails for a model of shapes
+    is_tiled = isinstance(variable, TiledKernel)
+    # variable[...] fails for a model of shapes
+    table = variable[...] if is_tiled else variable.get_value()
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
-      return table, Layout(transposed=has_rows, softcap=self.config.final_softcap)
+      return table, Layout(transposed=tied, softcap=self.config.final_softcap)
     splits_vocab = (
       rules.tp in mesh.shape and self.config.vocab_size % mesh.shape[rules.tp] == 0
     )
     return table, Layout(
-      transposed=has_rows,
+      transposed=tied,
       softcap=self.config.final_softcap,
       mesh=mesh,
       batch_axes=sharding.batch_axes(rules),

@@ -11,9 +11,9 @@ from tests import toys
 from tunix.generate import layout
 from tunix.models import quantisation
 from tunix.models.automodel import AutoModel
+from tunix.models.transformer.cpu_products import TiledKernel, few_rows, suits
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.quantised import QuantisationConfig
-from tunix.models.transformer.transposed import TransposedKernel, few_rows, suits
 
 
 def normal(*shape: int) -> jax.Array:
@@ -21,19 +21,46 @@ def normal(*shape: int) -> jax.Array:
   return jnp.asarray(values, jnp.float32)
 
 
-@pytest.mark.parametrize("lead", [(1,), (8,), (2, 3), (70,)])
-def test_a_transposed_kernel_gives_the_product(lead):
-  x, kernel = normal(*lead, 24), normal(24, 40)
-  linear = Linear(24, 40, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
-  linear.kernel = nnx.data(TransposedKernel(nnx.Param(kernel.T)))
-  assert linear.kernel.shape == (24, 40)
+@pytest.mark.parametrize("lead", [(1,), (8,), (2, 70)])
+def test_a_tiled_kernel_gives_the_product(lead):
+  x, kernel = normal(*lead, 24), normal(24, 96)
+  linear = Linear(24, 96, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
+  linear.kernel = nnx.data(TiledKernel(kernel, 0))
+  assert linear.kernel.shape == (24, 96)
   np.testing.assert_array_equal(linear.dense(), kernel)
-  got = nnx.jit(lambda m, x: m(x))(linear, x)
+  run = nnx.jit(lambda m, x: m(x))
   want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-  np.testing.assert_allclose(got, want, atol=2e-5)
+  np.testing.assert_allclose(run(linear, x), want, atol=2e-5)
+  half = run(linear, x.astype(jnp.bfloat16))
+  assert half.dtype == jnp.bfloat16
+  np.testing.assert_allclose(half.astype(np.float32), want, atol=0.2)
 
 
-def test_only_few_rows_of_float32_are_multiplied_the_other_way():
+def temporaries(function, *arguments) -> int:
+  lowered = nnx.jit(function).lower(*arguments)
+  return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_products_of_the_same_rows_share_no_copy_of_them():
+  """XLA would compute [out, rows, in] numbers once, and read them in both products."""
+  x, kernel = normal(8, 512), normal(512, 1536)
+  first, second, alike = (TiledKernel(kernel, number) for number in (0, 1, 0))
+  run = lambda a, b, x: nnx.silu(a.product(x, jnp.matmul)) * b.product(x, jnp.matmul)
+  assert temporaries(run, first, second, x) < 2**20
+  assert temporaries(run, first, alike, x) > 2**24  # else the numbers can go
+
+
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_no_layer_shares_a_copy_of_its_rows(kv_heads):
+  sizes = {"embed_dim": 128, "hidden_dim": 384, "head_dim": 16, "num_layers": 1}
+  config = toys.config(num_heads=8, num_kv_heads=kv_heads, **sizes)
+  model = AutoModel.from_config(config, seed=0).unstack()
+  layout.tile_kernels(model)
+  run = lambda model, tokens: model(tokens, tokens * 0)[0]
+  assert temporaries(run, model, jnp.ones((8, 1), jnp.int32)) < 2**18
+
+
+def test_few_rows_of_float32_are_multiplied_the_other_way():
   assert suits(normal(64, 4)) and suits(normal(8, 8, 4))
   assert not suits(normal(65, 4)) and not suits(normal(8, 4).astype(jnp.bfloat16))
 
@@ -49,15 +76,15 @@ def test_the_gradient_of_the_product():
 def kinds(model) -> set[tuple[str, type]]:
   """Returns (name, type of the kernel) of each linear map of an unstacked model."""
   model = model.unstack()
-  layout.transpose_kernels(model)
+  layout.tile_kernels(model)
   found = {p[-1]: m for p, m in nnx.iter_graph(model) if isinstance(m, Linear)}
   return {(str(name), type(linear.kernel)) for name, linear in found.items()}
 
 
-def test_float32_matrices_of_layers_and_head_are_transposed():
-  model = AutoModel.from_config(toys.config(tie_embeddings=False), seed=0)
+def test_float32_matrices_of_layers_and_head_are_tiled():
+  model = AutoModel.from_config(toys.config(tie_embeddings=False, head_dim=16), seed=0)
   names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-  want = {(name, TransposedKernel) for name in (*names, "lm_head")}
+  want = {(name, TiledKernel) for name in (*names, "lm_head")}
   assert kinds(model) == want
   half = AutoModel.from_config(toys.config(), seed=0, dtype="bfloat16")
   assert {kind for _, kind in kinds(half)} == {nnx.Param}
@@ -69,7 +96,7 @@ def test_quantised_kernels_and_products_of_qwix_stay():
   quantised = quantisation.quantise(
     AutoModel.from_config(toys.config(tie_embeddings=True), seed=0), config
   )
-  assert TransposedKernel not in {kind for _, kind in kinds(quantised)}
+  assert TiledKernel not in {kind for _, kind in kinds(quantised)}
   provider = qwix.LoraProvider(module_path=".*q_proj", rank=2, alpha=4.0)
   wrapped = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
-  assert TransposedKernel not in {kind for _, kind in kinds(wrapped)}
+  assert TiledKernel not in {kind for _, kind in kinds(wrapped)}
