@@ -9,6 +9,8 @@ import qwix
 
 from tests import toys
 from tunix.generate import layout
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.device import Device
 from tunix.models import quantisation
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.cpu_products import TiledKernel, few_rows, suits
@@ -88,6 +90,14 @@ def test_float32_matrices_of_layers_and_head_are_tiled():
   assert kinds(model) == want
   half = AutoModel.from_config(toys.config(), seed=0, dtype="bfloat16")
   assert {kind for _, kind in kinds(half)} == {nnx.Param}
+
+
+def test_the_engine_decodes_with_tiles_on_one_cpu(mesh_fsdp8):
+  model = AutoModel.from_config(toys.config(), seed=0)
+  device = Device(model, EngineConfig(max_tokens=32), None)
+  decoded = nnx.merge(*device._weights()[:2])
+  assert isinstance(decoded.layers[0].mlp.up_proj.kernel, TiledKernel)
+  assert layout.reads_tiles(None) and not layout.reads_tiles(mesh_fsdp8)
 
 
 def test_quantised_kernels_and_products_of_qwix_stay():
