@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.generate import decoders
 from tunix.models.transformer import qwix_seam
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.cpu_products import TILE, TiledKernel
+from tunix.models.transformer.cpu_products import TiledKernel, can_tile
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.perf.chips import chip_of
@@ -152,7 +152,7 @@ def tile_kernels(model: nnx.Module) -> None:
     if not isinstance(node, Linear) or not isinstance(node.kernel, nnx.Param):
       continue
     kernel = node.kernel.get_value()
-    if kernel.ndim == 2 and kernel.dtype == "float32" and kernel.shape[1] % TILE == 0:
+    if can_tile(kernel):
       node.kernel = nnx.data(TiledKernel(kernel, numbers[path[:-1]]))
       numbers[path[:-1]] += 1
 

@@ -23,12 +23,15 @@ def normal(*shape: int) -> jax.Array:
   return jnp.asarray(values, jnp.float32)
 
 
-@pytest.mark.parametrize("lead", [(1,), (8,), (2, 70)])
-def test_a_tiled_kernel_gives_the_product(lead):
-  x, kernel = normal(*lead, 24), normal(24, 96)
-  linear = Linear(24, 96, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(
+  "lead,outputs,tile", [((1,), 96, 32), ((8,), 128, 64), ((2, 70), 96, 32)]
+)
+def test_a_tiled_kernel_gives_the_product(lead, outputs, tile):
+  x, kernel = normal(*lead, 24), normal(24, outputs)
+  linear = Linear(24, outputs, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
   linear.kernel = nnx.data(TiledKernel(kernel, 0))
-  assert linear.kernel.shape == (24, 96)
+  assert linear.kernel.shape == (24, outputs)
+  assert linear.kernel.tiles.shape == (outputs // tile, 24, tile)
   np.testing.assert_array_equal(linear.dense(), kernel)
   run = nnx.jit(lambda m, x: m(x))
   want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
