@@ -223,6 +223,15 @@ def test_a_group_is_prefilled_once(make, prompt_logprobs):
   assert engine.stats().prefilled_tokens == 30 + 2 * 2  # in groups of three
 
 
+@pytest.mark.parametrize("prompt,drawn", [(4, 6), (8, 1), (9, 1)])
+def test_a_launch_with_a_full_round_hands_out_first_tokens(make, prompt, drawn):
+  engine = make(prefill_tokens=8, page_tokens=4, rounds=6)
+  request = EngineRequest(prompt=np.ones(prompt, int), max_tokens=9, stop_ids=())
+  ticket = engine.submit(request)
+  engine.step()
+  assert len(ticket.get(timeout=0).tokens) == drawn
+
+
 def test_the_next_turn_prefills_what_is_new(make):
   engine = make(max_tokens=128)
   prompt, kept, wanted = [7, 8, 9], 0, 0
@@ -362,7 +371,7 @@ def test_requests_that_waited_for_new_weights_share_their_pages(make):
 
 def test_logits_that_are_not_finite(make):
   """The end of a completion counts if it came before; else the request fails."""
-  engine = make(rounds=16)
+  engine = make(rounds=16, prefill_tokens=64)
   fields = {"prompt": [1, 2], "max_tokens": 16, "stop_ids": (), "seed": 5}
   text = host_device.expected_text(
     EngineRequest(**fields), *host_device.expected(EngineRequest(**fields), 0)

@@ -56,6 +56,10 @@ class Plan:
   decode_rounds: int = 0
   forks: list[Fork] = dataclasses.field(default_factory=list)
 
+  def fills_a_round(self, config: EngineConfig) -> bool:
+    """Returns True if a round prefills `prefill_tokens` tokens."""
+    return any(len(blocks) == config.block_counts[-1] for blocks in self.rounds)
+
 
 def rounds_of(
   sequences: Iterable[Sequence],

@@ -105,7 +105,9 @@ class Scheduler:
     most = self.pages.most_blocks(active, tokens)
     plan = Plan(rounds=rounds_of(active, self._config, rounds, most))
     self._reserve(plan, tokens)
-    plan.decode_rounds = rounds - len(plan.rounds)
+    # A full round takes long, so the host hands out the first tokens before others.
+    if not plan.fills_a_round(self._config):
+      plan.decode_rounds = rounds - len(plan.rounds)
     self._fork(plan)
     for sequence, copied in self._new:
       if sequence.slot is not None and sequence.computed:
