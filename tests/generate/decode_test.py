@@ -30,6 +30,16 @@ def run(model, prompts, *, limits, eos=(), width=16, until=16):
   return decode.advance(*opened, rules, out, memory, until)[0]
 
 
+def test_the_graph_is_hashed_once_and_equals_that_of_an_equal_model(monkeypatch):
+  first, other = (decode.opened(*nnx.split(toys.model())) for _ in range(2))
+  assert first.graph == other.graph and hash(first.graph) == hash(other.graph)
+  deeper = decode.opened(*nnx.split(toys.model(num_layers=3))).graph
+  assert deeper != first.graph
+  monkeypatch.setattr(nnx.GraphDef, "__hash__", None)
+  assert hash(first.graph) == hash(other.graph)
+  assert nnx.merge(*first).config == toys.model().config
+
+
 @pytest.mark.parametrize("changes", [{}, {"scan_layers": True}, {"qk_norm": "head"}])
 def test_cached_steps_equal_full_forward(changes):
   model = toys.model(**changes)

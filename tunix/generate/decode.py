@@ -125,10 +125,26 @@ class Generated:
   prompt_routes: jax.Array | None = None
 
 
+@jax.tree_util.register_static
+class HashedGraph(nnx.GraphDef):
+  """A graph definition that computes its hash once.
+
+  A call of a jitted function hashes its static arguments. The hash of a graph
+  definition visits all variables: 2 ms for 8 layers, for each call.
+  """
+
+  def __init__(self, graph: nnx.GraphDef):
+    super().__init__(graph.nodes, graph.attributes, graph.num_leaves)
+    object.__setattr__(self, "_hash", super().__hash__())  # the class is frozen
+
+  def __hash__(self) -> int:
+    return self._hash  # type: ignore[attr-defined]
+
+
 class Opened(NamedTuple):
   """A module split for decoding: graph definition and state."""
 
-  graph: Any
+  graph: HashedGraph
   state: Any
 
 
@@ -157,7 +173,8 @@ def opened(
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
   leaves = [next(fresh) if i is None else stored[i] for i in places.value]
-  return Opened(*structure.value.unflatten(leaves))
+  graph, state = structure.value.unflatten(leaves)
+  return Opened(HashedGraph(graph), state)
 
 
 @jax.tree_util.register_static

@@ -68,7 +68,8 @@ class Device:
     if draft_model is not None:
       self.draft = DraftModel(draft_model, model, config, gather_weights)
     self._gather: GatherWeights = gather_weights
-    self._opened: decode.Opened | None = None
+    # Graph definition, state and mesh of the weights in use.
+    self._opened: tuple[Any, Any, Any] | None = None
     self._mesh: Any = None  # of the last launch
     self._keeper: Keeper | None = None
     self._bank: AdapterBank | None = None
@@ -270,17 +271,16 @@ class Device:
     return self._keeper
 
   def _weights(self) -> tuple[Any, Any, Any]:
-    graph, state = nnx.split(self._model)
-    state = mesh_lib.on_auto(state)
-    mesh = mesh_lib.mesh_of(state)
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh
     if self._opened is None:
+      graph, state = nnx.split(self._model)
+      state = mesh_lib.on_auto(state)
+      mesh = mesh_lib.mesh_of(state)
+      mesh = mesh_lib.current_mesh() if mesh is None else mesh
       with mesh_lib.use_mesh(mesh):
         weights = layout.for_decoding(self._model, state, self._gather)
-        self._opened = decode.opened(
-          graph, state, weights, tiles=layout.reads_tiles(mesh)
-        )
-    return (*self._opened, mesh)
+        opened = decode.opened(graph, state, weights, tiles=layout.reads_tiles(mesh))
+      self._opened = opened.graph, opened.state, mesh
+    return self._opened
 
   def _segments(self, rounds: list[list[Block]]) -> list[tuple[int, list[list[Block]]]]:
     """Groups consecutive rounds that run in one program, with its number of blocks."""
