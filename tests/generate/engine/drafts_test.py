@@ -12,7 +12,10 @@ propose = jax.jit(drafts.propose, static_argnums=2)
 
 
 def looked_up(tokens, count):
-  """What followed the latest earlier place with the same last 3, or else 2, tokens."""
+  """What followed the latest earlier place with the same last 3, or else 2, tokens.
+
+  Or else what followed any token after the 3 tokens before the last one.
+  """
   for length in (3, 2):
     end = tokens[-length:]
     if len(tokens) <= length:
@@ -21,7 +24,20 @@ def looked_up(tokens, count):
       if tokens[start : start + length] == end:
         found = tokens[start + length :][:count]
         return found + [drafts.NONE] * (count - len(found))
+  for start in range(len(tokens) - 5, -1, -1):
+    if tokens[start : start + 3] == tokens[-4:-1]:
+      found = tokens[start + 4 :][:count]
+      return found + [drafts.NONE] * (count - len(found))
   return [drafts.NONE] * count
+
+
+def test_after_a_replaced_token():
+  """5 6 7 8 9 3 becomes 5 6 7 1 9 ...: 9 follows whatever stands for 8."""
+  history = jnp.array([[5, 6, 7, 8, 9, 3, 5, 6, 7, 1, 0, 0]])
+  assert drafts.propose(history, jnp.array([9]), 3).tolist() == [[9, 3, 5]]
+  assert drafts.propose(history.at[0, 7].set(4), jnp.array([9]), 3).tolist() == [
+    [-1] * 3
+  ]
 
 
 rows = st.lists(

@@ -3,7 +3,9 @@
 A completion that copies from its prompt, as a summary or an edit does, repeats long
 parts of its own history (Saxena 2023, "Prompt Lookup Decoding"). The history is
 searched for an earlier place with the same last tokens; what followed there is
-proposed. A wrong proposal costs its share of a round and nothing else.
+proposed. If there is none, the last token may replace another one: what followed the
+token after the same earlier tokens is proposed. A wrong proposal costs its share of a
+round and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from jaxtyping import Array, Int
 
 # Lengths of the end of the history that are searched for, the longest first.
 _LENGTHS = (3, 2)
+# Length of what comes before a token that replaces another one.
+_BEFORE_EDIT = 3
 NONE = -1  # in place of a draft where the history has no such place
 
 
@@ -21,6 +25,8 @@ def propose(
   history: Int[Array, "B M"], position: Int[Array, " B"], count: int
 ) -> Int[Array, "B D"]:
   """Returns the tokens that followed the latest earlier place with the same end.
+
+  Without such a place, it is one whose end differs in the last token only.
 
   Args:
     history: tokens of each row.
@@ -30,7 +36,8 @@ def propose(
   """
   if not count:
     return jnp.zeros((position.shape[0], 0), jnp.int32)
-  place = jnp.full(position.shape, NONE)
+  found = _latest(history, position - 1, _BEFORE_EDIT)
+  place = jnp.where(found >= 0, found + 1, NONE)
   for length in reversed(_LENGTHS):
     found = _latest(history, position, length)
     place = jnp.where(found >= 0, found, place)
