@@ -217,7 +217,7 @@ def test_rows_change_their_width_while_completions_run():
 
 
 def test_a_launch_ends_when_a_slot_is_free_for_a_waiting_request():
-  engine = make(slots=2)
+  engine = make(slots=2, prefill_tokens=64)
   tickets = [engine.submit(ask([n + 1], most)) for n, most in enumerate((3, 40, 40))]
   engine.step()
   assert engine.stats().rounds == 3 and tickets[0] not in engine._requests
