@@ -1,4 +1,4 @@
-.PHONY: check format lint types test long slow parity docs test-engines
+.PHONY: check format lint types test long shipped slow parity docs test-engines
 
 PYTHON ?= python
 # Whole files go to one process. A process that dies ends the run: xdist would start
@@ -25,9 +25,15 @@ types:
 test:
 	$(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE)
 
-# What takes longest, with the settings of `make test`: CI runs both.
+# What CI runs besides: long tests, and the slow ones that have the mark `ci`.
+REST = (long or slow and ci) and (not slow or ci) and not shipped and not engine
 long:
-	$(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE) -m "long and not slow and not engine"
+	$(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE) -m "$(REST)"
+
+# Promises about the programs that users run, compiled as users compile them.
+shipped:
+	TUNIX_TEST_SETTINGS=shipped $(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE) \
+	  -m "shipped and (not slow or ci) and not engine"
 
 slow:
 	$(PYTHON) -m pytest -q -m slow

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tests import long_tests
+from tests import timings
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tunix"
@@ -265,7 +265,8 @@ def test_every_lazy_name_resolves():
     _ = tunix.Nothing
 
 
-def test_long_tests_are_there():
-  for name in long_tests.listed(long_tests.LONG) | long_tests.listed(long_tests.SLOW):
+def test_timed_tests_are_there():
+  slow = timings.SLOW.read_text().splitlines()
+  for name in {*timings.read(), *slow}:
     file, function = re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)(?:\[.*)?", name).groups()
     assert f"def {function}(" in (ROOT / file).read_text(), name

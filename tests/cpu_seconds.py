@@ -1,4 +1,4 @@
-"""A pytest plugin that writes what each test costs, for `tests.long_tests`.
+"""A pytest plugin that writes what each test costs, for `tests.timings`.
 
   CPU_SECONDS=FILE python -m pytest -p tests.cpu_seconds ...
 

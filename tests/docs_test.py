@@ -13,11 +13,11 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 
-from tests import toys, toys_text
+from tests import forks, toys, toys_text, world
 from tunix.cli.settings import spelling
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -29,6 +29,8 @@ PAGES = sorted(
   if not page.relative_to(ROOT).as_posix().startswith(MADE)
 )
 EXAMPLES = ROOT / "examples"
+# A page's runs take longer than their compilation.
+ENVIRONMENT = os.environ | world.environment(devices=1, shipped=True)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -73,23 +75,28 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-def run(kind: str, code: str, folder: pathlib.Path, flags: str = "") -> None:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[forks.Forks]:
+  with forks.started(ENVIRONMENT) as started:
+    yield started
+
+
+def run(kind: str, code: str, folder: pathlib.Path, processes: forks.Forks) -> None:
   """One block, in a process of its own."""
+  path = f"{processes.shim.parent}{os.pathsep}{os.environ['PATH']}"
+  environment = ENVIRONMENT | {"PATH": path}
   if kind == "bash":
-    command = f"{sys.executable} -m tunix.cli.main"
-    code = re.sub(r"^tunix ", command + " ", code, flags=re.M)
-    argv = ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(
+      ["bash", "-euo", "pipefail", "-c", code],
+      cwd=folder,
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=600,
+      check=False,
+    )
   else:
-    argv = [sys.executable, "-c", code]
-  done = subprocess.run(
-    argv,
-    cwd=folder,
-    env=os.environ | {"XLA_FLAGS": flags},
-    capture_output=True,
-    text=True,
-    timeout=600,
-    check=False,
-  )
+    done = processes.run({"code": code}, folder, environment)
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
@@ -100,14 +107,14 @@ def page_id(page: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=page_id)
-def test_every_snippet_runs(page, prepared, tmp_path):
+def test_every_snippet_runs(page, prepared, tmp_path, processes):
   shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
   python = "".join(code for kind, code in blocks(page) if kind == "python")
   for kind, code in blocks(page):
     if kind == "bash":
-      run(kind, code, tmp_path)
+      run(kind, code, tmp_path, processes)
   if python:
-    run("python", python, tmp_path)
+    run("python", python, tmp_path, processes)
 
 
 def test_readme_begins_with_the_two_commands():

@@ -4,9 +4,7 @@ import json
 import pathlib
 import sys
 
-import optax
-
-from tests import toys, toys_text
+from tests import optimizers, toys, toys_text
 from tunix.data import formats, pipeline
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.peft_trainer import CheckpointOptions, PeftTrainer, TrainingConfig
@@ -64,7 +62,7 @@ def trainer_for(job: str, folder: pathlib.Path) -> tuple[PeftTrainer, object, ob
     checkpointing_options=CheckpointOptions(save_every_n_steps=3),
     metrics_logging_options=MetricsLoggerOptions(folder / "logs"),
   )
-  return PeftTrainer(model, optax.adamw(1e-3), config), train, evaluation
+  return PeftTrainer(model, optimizers.adamw(1e-3), config), train, evaluation
 
 
 def main() -> None:

@@ -3,12 +3,11 @@ mesh with Auto axes."""
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from tests import toys
+from tests import optimizers, toys
 from tests.distillation import trainers as distilling
 from tests.generate.toy_ids import Ids
 from tests.rl import clusters
@@ -47,7 +46,7 @@ def sft(mesh):
 def dpo(mesh):
   model, reference = (split(mesh, preferences.model(seed)) for seed in range(2))
   config = DPOTrainingConfig(pbar_description=None)
-  trainer = DPOTrainer(model, reference, optax.adam(1e-2), config)
+  trainer = DPOTrainer(model, reference, optimizers.adam(1e-2), config)
   trainer.train([preferences.pairs(rows=8)])
   return model
 

@@ -9,9 +9,8 @@ import sys
 
 import jax
 import numpy as np
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tests.distillation import trainers as distilling
 from tests.rl import clusters
 from tests.sft.dpo import preferences
@@ -44,7 +43,7 @@ RATE = 0.05
 
 def optimizer():
   """SGD whose state is the last gradient."""
-  return optax.sgd(RATE, momentum=0.0)
+  return optimizers.sgd(RATE, momentum=0.0)
 
 
 class Losses:

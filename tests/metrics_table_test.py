@@ -12,10 +12,9 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import optax
 import pytest
 
-from tests import metrics_table, toys
+from tests import metrics_table, optimizers, toys
 from tests.distillation import trainers as distillation
 from tests.rl import clusters
 from tests.rl.env import toy_envs
@@ -90,7 +89,7 @@ def kto(**options: Any) -> None:
 def reward(**options: Any) -> None:
   model = heads.with_scores(preferences.model())
   t = RewardTrainer(
-    model, optax.adam(1e-3), RewardConfig(pbar_description=None, **options)
+    model, optimizers.adam(1e-3), RewardConfig(pbar_description=None, **options)
   )
   t.train([preferences.pairs()], [preferences.pairs(1)])
   t.close()
@@ -148,7 +147,7 @@ def greedy(**options: Any) -> None:
 
 def ppo(**options: Any) -> None:
   actor: Any = clusters.model()
-  config = clusters.config(critic_optimizer=optax.adam(1e-3), **options)
+  config = clusters.config(critic_optimizer=optimizers.adam(1e-3), **options)
   export = PerfMetricsExport.from_cluster_config(config)
   cluster = RLCluster(
     actor=actor,

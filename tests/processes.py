@@ -8,6 +8,8 @@ import sys
 import tempfile
 import time
 
+from tests import world
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -39,12 +41,7 @@ def start(program, devices, *arguments, **environment):
   settings = dict(
     os.environ,
     JAX_PLATFORMS="cpu",
-    XLA_FLAGS=" ".join(
-      [
-        f"--xla_force_host_platform_device_count={devices}",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # see conftest.py
-      ]
-    ),
+    XLA_FLAGS=world.xla_flags(devices),
     PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
   )
   command = [sys.executable, str(program), *map(str, arguments)]

@@ -5,10 +5,10 @@ import re
 import subprocess
 
 import jax
-import optax
 import pytest
 import yaml
 
+from tests import optimizers
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.build import loading
@@ -62,7 +62,9 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
     said = dry_run._memory(
-      config, loading.ModelLoader(config, mesh, of_shapes=True).model(), optax.adam(1)
+      config,
+      loading.ModelLoader(config, mesh, of_shapes=True).model(),
+      optimizers.adam(1),
     )
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 

@@ -11,11 +11,11 @@ import tempfile
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import tunix
+from tests import optimizers
 from tests.cli import runs
 from tunix.cli import one_call
 from tunix.cli.build import rewards
@@ -229,7 +229,7 @@ def test_keywords_are_keys_of_the_command(model, train_file):
     ({"export": "merged"}, ValueError, "output_dir"),
     ({"save_every_n_steps": 1}, ValueError, "checkpoint.save_every_n_steps"),
     ({"tensorboard": True}, ValueError, "logging.tensorboard"),
-    ({"optimizer": optax.adamw(1e-3)}, TypeError, "optimizer"),
+    ({"optimizer": optimizers.adamw(1e-3)}, TypeError, "optimizer"),
     (
       {"training": {"max_steps": 3}, "max_steps": 1},
       TypeError,

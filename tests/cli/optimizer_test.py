@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tunix.cli import config as config_lib
 from tunix.cli.build import optimizer
 from tunix.cli.run.settle import settle_values
@@ -42,16 +42,16 @@ def test_default_is_adamw_behind_clipping():
   settled = settle_values(config(), 10)
   assert settled.training.learning_rate == 1e-5
   rate = optimizer.build_schedule(settled)
-  expected = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
+  expected = optax.chain(optax.clip_by_global_norm(1.0), optimizers.adamw(1e-5))
   assert_same(optimizer.build_optimizer(settled, rate), expected)
 
 
 def test_max_grad_norm_scales_gradients_down_or_not():
   clipped = config(optimizer__name="sgd", training__max_grad_norm=2.5)
-  expected = optax.chain(optax.clip_by_global_norm(2.5), optax.sgd(0.1))
+  expected = optax.chain(optax.clip_by_global_norm(2.5), optimizers.sgd(0.1))
   assert_same(optimizer.build_optimizer(clipped, 0.1), expected)
   free = config(optimizer__name="sgd", training__max_grad_norm="null")
-  assert_same(optimizer.build_optimizer(free, 0.1), optax.sgd(0.1))
+  assert_same(optimizer.build_optimizer(free, 0.1), optimizers.sgd(0.1))
 
 
 def test_name_and_arguments_reach_optax():
@@ -61,7 +61,7 @@ def test_name_and_arguments_reach_optax():
     optimizer__args__nesterov="true",
     training__max_grad_norm="null",
   )
-  expected = optax.sgd(0.1, momentum=0.5, nesterov=True)
+  expected = optimizers.sgd(0.1, momentum=0.5, nesterov=True)
   assert_same(optimizer.build_optimizer(keys, 0.1), expected)
 
 

@@ -5,11 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
 from tunix.distillation.distillation_trainer import (
@@ -105,7 +104,7 @@ def test_the_table_is_neither_trained_nor_saved_nor_left_behind(tmp_path):
   assert sft.equal(sft.leaves(known), before)
   saved = PeftTrainer(  # a plain trainer of the student reads it
     toys.model(),
-    optax.adam(1e-2),
+    optimizers.adam(1e-2),
     TrainingConfig(checkpoint_root_directory=str(tmp_path)),
   )
   assert saved.train_steps == 1
@@ -186,7 +185,7 @@ def test_teacher_output_of_the_batch_is_taken():
     toys.model(),
     None,
     LogitStrategy(),
-    optax.adam(1e-2),
+    optimizers.adam(1e-2),
     TrainingConfig(pbar_description=None),
   )
   t.train([TrainingInput(**batch, teacher_output=logits)])
@@ -218,7 +217,7 @@ def test_meshes_of_their_own(where, mesh_fsdp8):
   if where != "student":
     other = mesh_lib.create_mesh({"fsdp": 2}, jax.devices()[4:6])
     with jax.set_mesh(other):
-      known = PeftTrainer(known, optax.sgd(0.0)).model
+      known = PeftTrainer(known, optimizers.sgd(0.0)).model
     assert len(known.lm_head.kernel[...].devices()) == 2
   with mesh_lib.use_mesh(None if where == "teacher" else mesh_fsdp8):
     t = trainers.trainer(student=student, known=known)

@@ -4,9 +4,8 @@ import pathlib
 import sys
 
 import jax
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tests.distillation import trainers
 from tests.generate.toy_ids import Ids
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
@@ -39,7 +38,7 @@ def make(job: str, folder: pathlib.Path):
     "checkpointing_options": CheckpointOptions(save_every_n_steps=3),
     "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
   }
-  known, tx = trainers.teacher(), optax.adam(1e-3)
+  known, tx = trainers.teacher(), optimizers.adam(1e-3)
   if name in ("gkd", "policy-gradient"):
     gkd = LogitStrategy(divergence="jsd", beta=0.5, alpha=1.0, temperature=1.0)
     config = OnPolicyConfig(

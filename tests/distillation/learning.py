@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.generate.toy_ids import Ids
 from tunix.distillation.distillation_trainer import DistillationTrainer
 from tunix.distillation.on_policy_trainer import (
@@ -79,7 +79,7 @@ def student():
 
 def teacher():
   out = model(4, 64, 0)
-  tx = optax.adam(optax.cosine_decay_schedule(3e-3, TEACHER_STEPS))
+  tx = optimizers.adam(optax.cosine_decay_schedule(3e-3, TEACHER_STEPS))
   data = (batch(rows(1000 + i, 32)) for i in range(TEACHER_STEPS))
   PeftTrainer(out, tx, TrainingConfig(**QUIET)).train(data)
   return out
@@ -119,7 +119,7 @@ def strangeness(who) -> float:
 
 
 def tx(rate: float = 3e-3):
-  return optax.adam(optax.cosine_decay_schedule(rate, STEPS))
+  return optimizers.adam(optax.cosine_decay_schedule(rate, STEPS))
 
 
 def parts():

@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import drills, toys
+from tests import drills, optimizers, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
 from tunix.data import store
@@ -173,7 +172,7 @@ def test_too_many_words_leave_no_folder(tmp_path, known):
 def test_another_vocabulary_is_refused(filled):
   with pytest.raises(ValueError, match=r"student has 90 .*teacher 96"):
     DistillationTrainer(
-      toys.model(vocab_size=90), TeacherCache(filled), strategy(), optax.sgd(0.1)
+      toys.model(vocab_size=90), TeacherCache(filled), strategy(), optimizers.sgd(0.1)
     )
 
 
@@ -205,7 +204,7 @@ def test_resuming_needs_no_teacher(filled, tmp_path):
   )
   for steps in (1, 2):
     t = DistillationTrainer(
-      toys.model(), TeacherCache(filled), strategy(), optax.adam(1e-2), config
+      toys.model(), TeacherCache(filled), strategy(), optimizers.adam(1e-2), config
     )
     t.train([toys.batch(0), toys.batch(1)][:steps])
     t.close()

@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tests.generate.toy_ids import Ids
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.on_policy_trainer import (
@@ -35,7 +34,7 @@ def trainer(
     toys.model() if student is None else student,
     teacher() if known is None else known,
     LogitStrategy() if strategy is None else strategy,
-    optax.adam(rate),
+    optimizers.adam(rate),
     TrainingConfig(**{"pbar_description": None, **config}),
   )
 
@@ -62,7 +61,7 @@ def on_policy(
     toys.model() if student is None else student,
     teacher(),
     strategy,
-    optax.adam(1e-2),
+    optimizers.adam(1e-2),
     OnPolicyConfig(
       **{
         "pbar_description": None,

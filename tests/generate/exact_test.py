@@ -10,6 +10,9 @@ from tests.generate import toy_ids
 from tunix.generate import scoring
 from tunix.generate.sampler import Sampler
 
+# The compiler decides about the bits and the buffers of products.
+pytestmark = pytest.mark.shipped
+
 PROMPTS = toy_ids.prompts(6, longest=14)
 
 

@@ -10,6 +10,9 @@ from tests.generate import scored
 from tunix.generate import scoring
 from tunix.models import lora
 
+# The compiler decides about the bits and the buffers of products.
+pytestmark = pytest.mark.shipped
+
 PAIRS = scored.sequences(32, seed=3)
 
 

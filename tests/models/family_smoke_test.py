@@ -6,11 +6,10 @@ Packed rows, and rows that share a prompt, give what the same rows give alone.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.models import checkpoints
 from tests.rl import clusters
 from tests.sft import trainers
@@ -61,7 +60,7 @@ def changed(before, after):
 
 def test_whole_and_quantised_fine_tuning(model):
   before = trainers.leaves(model, nnx.Param)
-  trainer = trainers.trainer(model, optax.adam(1e-2))
+  trainer = trainers.trainer(model, optimizers.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)
   losses = trainers.history(trainer, "loss")
   assert losses[-1] < losses[0]
@@ -69,7 +68,7 @@ def test_whole_and_quantised_fine_tuning(model):
   frozen = trainers.leaves(model, FrozenParam)
   assert set(changed(before, after)) == set(before) - set(frozen)
   small = lora.apply(quantisation.quantise(model, "nf4"), lora.LoraConfig(rank=2))
-  trainer = trainers.trainer(small, optax.adam(1e-2))
+  trainer = trainers.trainer(small, optimizers.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)
   losses = trainers.history(trainer, "loss")
   assert losses[-1] < losses[0]

@@ -3,11 +3,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.models import checkpoints
 from tests.models.lora_test import state, widen
 from tunix.models import lora, lora_modules, quantisation
@@ -114,7 +113,7 @@ def test_refusals():
   with pytest.raises(ValueError, match="w1"):
     quantisation.quantise(model, "nf4", targets=("w1",))
   with pytest.raises(ValueError, match=r"codes holds (ui|i)nt8, which has no gradient"):
-    PeftTrainer(small, optax.sgd(1.0), TrainingConfig())
+    PeftTrainer(small, optimizers.sgd(1.0), TrainingConfig())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_on_a_mesh(mesh_fsdp4_tp2):
   for path, value in state(plain).items():
     np.testing.assert_array_equal(value, state(small)[path])
   adapted = lora.apply(small, lora.LoraConfig(rank=4, use_dora=True, dropout=0.1))
-  trainer = PeftTrainer(adapted, optax.adam(1e-2), TrainingConfig(max_steps=2))
+  trainer = PeftTrainer(adapted, optimizers.adam(1e-2), TrainingConfig(max_steps=2))
   trainer.train(toys.batches(2))
   assert np.any(np.asarray(trainer.model.layers.attn.q_proj.lora_b[...]))
   merged = lora.merge(trainer.model)
@@ -255,7 +254,7 @@ def test_checkpoints_hold_the_adapter_only(tmp_path):
     small = quantisation.quantise(toys.model(), "nf4")
     return PeftTrainer(
       lora.apply(small, lora.LoraConfig(rank=2)),
-      optax.adam(1e-2),
+      optimizers.adam(1e-2),
       TrainingConfig(
         max_steps=2,
         checkpoint_root_directory=str(tmp_path),

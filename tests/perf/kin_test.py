@@ -1,9 +1,8 @@
 """Every trainer takes a tracer and uses it."""
 
-import optax
 import pytest
 
-from tests import toys
+from tests import optimizers, toys
 from tests.distillation import trainers as distillation
 from tests.generate.toy_ids import Ids
 from tests.sft.dpo import preferences
@@ -31,29 +30,29 @@ PAIRS = {**SHORT, "max_response_length": 6}
 def dpo(**options):
   config = DPOTrainingConfig(**PAIRS)
   models = preferences.model(), preferences.model(1)
-  return DPOTrainer(*models, optax.sgd(0.1), config, **options)
+  return DPOTrainer(*models, optimizers.sgd(0.1), config, **options)
 
 
 def orpo(**options):
   config = ORPOTrainingConfig(**PAIRS)
-  return ORPOTrainer(preferences.model(), None, optax.sgd(0.1), config, **options)
+  return ORPOTrainer(preferences.model(), None, optimizers.sgd(0.1), config, **options)
 
 
 def kto(**options):
   models = preferences.model(), preferences.model(1)
-  return KTOTrainer(*models, optax.sgd(0.1), KTOConfig(**PAIRS), **options)
+  return KTOTrainer(*models, optimizers.sgd(0.1), KTOConfig(**PAIRS), **options)
 
 
 def reward(**options):
   model = heads.with_scores(preferences.model())
-  return RewardTrainer(model, optax.sgd(0.1), RewardConfig(**PAIRS), **options)
+  return RewardTrainer(model, optimizers.sgd(0.1), RewardConfig(**PAIRS), **options)
 
 
 def distilled(**options):
   config = TrainingConfig(pbar_description=None)
   models = toys.model(), distillation.teacher()
   return DistillationTrainer(
-    *models, LogitStrategy(), optax.sgd(0.1), config, **options
+    *models, LogitStrategy(), optimizers.sgd(0.1), config, **options
   )
 
 
@@ -62,7 +61,7 @@ def on_policy(**options):
     toys.model(),
     distillation.teacher(),
     LogitStrategy(),
-    optax.sgd(0.1),
+    optimizers.sgd(0.1),
     OnPolicyConfig(**SHORT, max_completion_length=6),
     tokenizer=Ids(),
     **options,

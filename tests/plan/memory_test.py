@@ -11,6 +11,7 @@ from tests.cli import runs
 
 @pytest.mark.slow
 @pytest.mark.ci
+@pytest.mark.shipped
 def test_the_planned_peak_is_what_a_step_takes():
   command = [sys.executable, "benchmarks/plan_memory.py"]
   command += ["--training.global_batch_size=8", "--model.remat=block"]

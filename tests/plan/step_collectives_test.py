@@ -2,9 +2,8 @@
 optimizer's state nothing."""
 
 import numpy as np
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tunix.models import automodel
 from tunix.models.transformer.config import MoEConfig
 from tunix.perf.hlo_text import Program
@@ -30,7 +29,7 @@ def sent(axes, **changes):
     model = automodel.of_shapes(config, mesh)
     rows = tuple(axis for axis in ("fsdp",) if axis in axes)
     options = TrainingConfig(max_steps=1, data_sharding_axis=rows)
-    trainer = PeftTrainer(model, optax.adamw(1e-3), options)
+    trainer = PeftTrainer(model, optimizers.adamw(1e-3), options)
     text = trainer.lower_train_step(batch).compile().as_text()
   found = collectives.read(Program(text, is_compiled=True), mesh.size)
   assert {one.count for one in found} == {1, LAYERS}

@@ -4,10 +4,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import optax
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.generate.toy_ids import Ids
 from tunix.rl.config import ClusterConfig, RLTrainingConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -52,7 +51,7 @@ def config(rollout: dict[str, Any] | None = None, **training: Any) -> ClusterCon
     for name in ("role_to_mesh", "rollout_engine", "offload_to_cpu")
     if name in training
   }
-  settings = {"actor_optimizer": optax.adam(1e-3), "pbar_description": None}
+  settings = {"actor_optimizer": optimizers.adam(1e-3), "pbar_description": None}
   sampling = {"max_tokens_to_generate": 6, "max_prompt_length": 8}
   return ClusterConfig(
     training_config=RLTrainingConfig(**{**settings, **training}),
@@ -74,7 +73,7 @@ def cluster(
   models = {k: options.pop(k) for k in ("reference", "reward") if k in options}
   if critic:
     models["critic"] = create_critic_model(actor, seed=1)
-    options.setdefault("critic_optimizer", optax.adam(1e-3))
+    options.setdefault("critic_optimizer", optimizers.adam(1e-3))
   return RLCluster(
     actor=actor, tokenizer=Words(), cluster_config=config(**options), **models
   )

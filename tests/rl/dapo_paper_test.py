@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
@@ -123,7 +123,7 @@ def loop_of_the_paper(model, data):
     updates, state = tx.update(jax.grad(objective)(params), state, params)
     return optax.apply_updates(params, updates), state
 
-  tx = optax.adam(RATE)
+  tx = optimizers.adam(RATE)
   state, sizes = tx.init(params), []
   for buffer in batches_of_the_paper(data):
     sizes.append(len(buffer))
@@ -155,7 +155,7 @@ def test_the_learner_is_the_loop_of_the_paper(data):
   assert sizes[-1] < SIZE  # the last step is incomplete
   config = DAPOConfig(num_generations=G, num_iterations=ITERATIONS)
   learner = DAPOLearner(
-    clusters.cluster(actor_optimizer=optax.adam(RATE), rollout_engine=Scripted),
+    clusters.cluster(actor_optimizer=optimizers.adam(RATE), rollout_engine=Scripted),
     config,
     lambda prompts, completions, **columns: [
       reward([int(word) for word in text.split()]) for text in completions

@@ -9,9 +9,8 @@ import pathlib
 import sys
 
 import jax
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tests.rl import clusters
 from tests.rl.env import toy_envs
 from tunix.models.automodel import AutoModel
@@ -77,7 +76,7 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
       actor(),
       critic=True,
       reference=actor(),
-      critic_optimizer=optax.adam(1e-3),
+      critic_optimizer=optimizers.adam(1e-3),
       **options,
     )
     return PPOLearner(cluster, PPOConfig(**shared), clusters.even, data_shuffle_seed=1)

@@ -9,10 +9,10 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from tests import optimizers
 from tests.rl import clusters
 
 STEPS, RATE = 24, 3e-3
@@ -41,7 +41,7 @@ def run(engine, seed, steps=STEPS):
     reward_fns=reward,
     rollout_engine=engine,
     rollout={"seed": seed},
-    actor_optimizer=optax.adam(RATE),
+    actor_optimizer=optimizers.adam(RATE),
     max_steps=steps,
   )
   wanted = {"vanilla": "engine"}.get(engine, engine)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-from tests import drills, processes
+from tests import drills, processes, world
 from tests.rl import drill_worker
 from tunix.rl import journal
 
@@ -38,7 +38,7 @@ class Running:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
       "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+      "XLA_FLAGS": world.xla_flags(devices=1),
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / f"programs-{count}"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

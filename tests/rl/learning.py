@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 import optax
 
+from tests import optimizers
 from tunix.examples.quickstart.task import make_tokenizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
@@ -105,7 +106,7 @@ def half_taught(folder: pathlib.Path) -> pathlib.Path:
   )
   trainer = PeftTrainer(
     AutoModel.from_config(config, seed=0),
-    optax.adamw(1e-3, weight_decay=0.01),
+    optimizers.adamw(1e-3, weight_decay=0.01),
     TrainingConfig(max_steps=TAUGHT_STEPS, pbar_description=None),
   )
   trainer.train(supervised(tokenizer))
@@ -143,8 +144,8 @@ def rewards(
     tokenizer=tokenizer,
     cluster_config=ClusterConfig(
       training_config=RLTrainingConfig(
-        actor_optimizer=optax.adam(schedule),
-        critic_optimizer=optax.adam(1e-3) if critic else None,
+        actor_optimizer=optimizers.adam(schedule),
+        critic_optimizer=optimizers.adam(1e-3) if critic else None,
         mini_batch_size=PROMPTS // UPDATES,
         max_steps=updates * stop // STEPS,
         pbar_description=None,

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
+from tests import optimizers
 from tests.rl import clusters
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts
@@ -63,7 +63,7 @@ def learner(job, folder, steps, **more):
   cluster = clusters.cluster(
     clusters.model(),
     reference=clusters.model(1),
-    actor_optimizer=optax.adam(1e-2),
+    actor_optimizer=optimizers.adam(1e-2),
     **options,
   )
   correction = RolloutCorrection()

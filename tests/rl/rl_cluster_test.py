@@ -4,10 +4,10 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from tests import optimizers
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
@@ -129,7 +129,7 @@ def test_refused_roles():
   with pytest.raises(ValueError, match="vocabulary of 97 tokens, the actor one of 96"):
     clusters.cluster(reference=clusters.model(vocab_size=97))
   with pytest.raises(ValueError, match="critic_optimizer is set"):
-    clusters.cluster(critic_optimizer=optax.adam(1e-3))
+    clusters.cluster(critic_optimizer=optimizers.adam(1e-3))
   with pytest.raises(ValueError, match="does not use"):
     GRPOLearner(clusters.cluster(critic=True), GRPOConfig(beta=0.0), clusters.even)
   with pytest.raises(ValueError, match="beta is 0 and there is a reference"):
@@ -153,7 +153,7 @@ def test_a_copy_of_the_actor_is_a_reference():
 def modes(train=None, evaluate=None):
   config = RolloutConfig(**(train or {}))
   return ClusterConfig(
-    training_config=RLTrainingConfig(actor_optimizer=optax.sgd(0.1)),
+    training_config=RLTrainingConfig(actor_optimizer=optimizers.sgd(0.1)),
     rollout_config={
       Mode.TRAIN: config,
       Mode.EVAL: dataclasses.replace(config, **(evaluate or {})),

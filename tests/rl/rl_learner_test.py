@@ -577,6 +577,7 @@ def test_exact_scoring_gives_the_same_bits_again():
   assert np.array_equal(again, example.old_per_token_logps[4:8])
 
 
+@pytest.mark.shipped
 def test_exact_scoring_makes_the_first_ratio_one():
   """Any clip at all would show: epsilon is 0."""
   learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2, "epsilon": 0.0})

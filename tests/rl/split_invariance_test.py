@@ -4,10 +4,9 @@ import dataclasses
 import functools
 
 import numpy as np
-import optax
 import pytest
 
-from tests import drills, toys
+from tests import drills, optimizers, toys
 from tests.rl import clusters
 from tunix.models import heads
 from tunix.rl import policy_loss
@@ -69,7 +68,7 @@ def cut(whole: TrainExample, parts: int) -> list[TrainExample]:
 
 def trainer(parts: int, loss, model) -> Trainer:
   config = clusters.config().training_config
-  made = Trainer(model, optax.sgd(1.0), config, "actor").with_role_loss(loss)
+  made = Trainer(model, optimizers.sgd(1.0), config, "actor").with_role_loss(loss)
   made.training_config = dataclasses.replace(
     made.training_config, gradient_accumulation_steps=parts
   )

@@ -4,9 +4,9 @@ import json
 import math
 
 import jax.numpy as jnp
-import optax
 import pytest
 
+from tests import optimizers
 from tests.sft import trainers
 from tests.sft.going_on_test import At, fail
 from tunix.sft.best import Best, BestOptions, is_over, judge, record_for, value_of
@@ -116,7 +116,7 @@ def run(folder, hooks=None, data=None, **best):
     metrics_logging_options=MetricsLoggerOptions(folder / "logs"),
     pbar_description=None,
   )
-  t = Scripted(trainers.tokens_only(), optax.adam(1e-2), config)
+  t = Scripted(trainers.tokens_only(), optimizers.adam(1e-2), config)
   t.with_training_hooks(hooks)
   result = t.train(trainers.smalls(7) if data is None else data, Curve(t))
   t.close()

@@ -6,11 +6,10 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
@@ -181,7 +180,7 @@ def test_a_lora_base_and_its_buffers_are_left_alone():
 def test_weights_that_the_user_sets_are_used(after):
   """In training, in evaluation, in a hook, and by a trainer made before."""
   model = trainers.tokens_only()
-  t = trainer(model, tx=optax.sgd(0.0))
+  t = trainer(model, tx=optimizers.sgd(0.0))
   t.train(smalls(1))
   batch = trainers.small(5)
   before = t.eval_step(batch)["loss"]

@@ -5,11 +5,11 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from tests import optimizers
 from tests.sft import trainers
 from tunix.sft import orbax_options
 from tunix.sft.checkpoint_manager import CheckpointManager
@@ -113,7 +113,7 @@ def test_only_lora_parameters(tmp_path):
 def test_an_nnx_optimizer_goes_around(tmp_path):
   def updated():
     model = Plain(1.0)
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optimizers.adam(0.1), wrt=nnx.Param)
     gradient = nnx.grad(lambda m: jnp.sum(m.base[...] ** 2))(model)
     optimizer.update(model, gradient)
     return model, optimizer
@@ -122,7 +122,7 @@ def test_an_nnx_optimizer_goes_around(tmp_path):
   m = manager(tmp_path)
   m.save(1, model, optimizer)
   other = Plain()
-  fresh = nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
+  fresh = nnx.Optimizer(other, optimizers.adam(0.1), wrt=nnx.Param)
   m.restore(other, fresh)
   assert int(fresh.step[...]) == 1
   assert trainers.equal(
@@ -135,8 +135,8 @@ def test_numbers_and_states_are_no_optimizers_to_restore(tmp_path):
   m = manager(tmp_path)
   with pytest.raises(TypeError, match=r"optimizer is 3; expected an nnx\.Opt"):
     m.save(1, Plain(), 3)
-  m.save(1, Plain(), optax.adam(0.1).init({"w": jnp.ones(2)}))
-  for wrong in (3, optax.adam(0.1).init({"w": jnp.ones(2)})):
+  m.save(1, Plain(), optimizers.adam(0.1).init({"w": jnp.ones(2)}))
+  for wrong in (3, optimizers.adam(0.1).init({"w": jnp.ones(2)})):
     with pytest.raises(TypeError, match="cannot be restored in place"):
       m.maybe_restore(Plain(), wrong)
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(tmp_path):
   with pytest.raises(ValueError, match="it also has lora"):
     m.maybe_restore(Plain())
   model = Pair()
-  optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, optimizers.adam(0.1), wrt=nnx.Param)
   with pytest.raises(ValueError, match=r"\(optimizer_state\): .* is not in it"):
     m.maybe_restore(model, optimizer)
   assert [p.name for p in tmp_path.iterdir()] == ["1"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import optimizers
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.sft.hooks import TrainingHooks
@@ -181,7 +182,7 @@ def test_a_second_run_into_a_folder_does_not_mix_with_the_first(tmp_path):
 def test_a_shared_logger_keeps_what_it_has():
   logger = MetricsLogger()
   logger.log("", "before", 1.0, "train", 0)
-  PeftTrainer(trainers.tokens_only(), trainers.optax.sgd(1), TrainingConfig(), logger)
+  PeftTrainer(trainers.tokens_only(), optimizers.sgd(1), TrainingConfig(), logger)
   assert logger.get_metric_history("", "before", "train").tolist() == [1]
 
 
@@ -190,7 +191,7 @@ def test_only_one_of_the_steps_overridden():
     def _eval_step(self, model, batch):
       return jnp.mean(batch["input_tokens"].shape[0] * 0.0 + 4.0)
 
-  t = PerRow(trainers.tokens_only(), trainers.optax.sgd(1), TrainingConfig())
+  t = PerRow(trainers.tokens_only(), optimizers.sgd(1), TrainingConfig())
   t.train(smalls(1), [trainers.small(0, rows=4), trainers.small(1, rows=1)])
   assert history(t, "loss", "eval")[0] == 4.0
   (ready,), _ = t._ready([trainers.small(1, rows=1)], 4)
@@ -205,7 +206,7 @@ def test_aux_none_and_names_that_are_taken():
   def loss(model, **batch):
     return jnp.mean(model(batch["input_tokens"])), {"grad_norm": 1.0}
 
-  t = Silent(trainers.tokens_only(), trainers.optax.sgd(1), TrainingConfig())
+  t = Silent(trainers.tokens_only(), optimizers.sgd(1), TrainingConfig())
   t.with_loss_fn(loss, has_aux=True).train(smalls(1))
   t = trainer().with_loss_fn(loss, has_aux=True)
   with pytest.raises(ValueError, match="aux has 'grad_norm', a name of the trainer"):

@@ -2,10 +2,9 @@
 masks however a global batch is cut."""
 
 import numpy as np
-import optax
 import pytest
 
-from tests import drills, toys
+from tests import drills, optimizers, toys
 from tests.models.lora_test import widen
 from tests.sft import trainers
 from tests.sft.resume_test import run, same
@@ -21,7 +20,7 @@ def model(dropout=0.3, **changes):
 def trainer(parts=1, **options):
   return PeftTrainer(
     model(**options),
-    optax.adam(1e-3),
+    optimizers.adam(1e-3),
     TrainingConfig(max_steps=4, gradient_accumulation_steps=parts),
   )
 
@@ -33,7 +32,7 @@ def test_evaluation_is_deterministic_and_training_is_not():
   assert before[0] == before[1]
   assert before[0] == pytest.approx(trainer(dropout=0.0).eval_step(batch)["loss"])
   # No update, so that only the masks differ.
-  still = PeftTrainer(model(), optax.sgd(0.0), TrainingConfig())
+  still = PeftTrainer(model(), optimizers.sgd(0.0), TrainingConfig())
   losses = [float(still.train_step(batch)) for _ in range(2)]
   assert abs(losses[0] - losses[1]) > 1e-5 and abs(losses[0] - before[0]) > 1e-5
   assert still.eval_step(batch)["loss"] == before[0]

@@ -2,12 +2,11 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import trainer, wide
 from tunix.utils import tree
@@ -107,7 +106,7 @@ def test_arrays_on_an_explicit_mesh_keep_their_layout_without_metadata():
   model.out.kernel.set_value(
     jax.device_put(model.out.kernel[...], NamedSharding(mesh, P(None, "fsdp")))
   )
-  t = trainer(model, tx=optax.sgd(0.1))
+  t = trainer(model, tx=optimizers.sgd(0.1))
   t.train_step(DATA[0])
   assert t._module.params["out"]["kernel"].sharding.spec == P(None, "fsdp")
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.ops.reductions import WeightedSum
@@ -27,16 +27,16 @@ def rates(tx=None, **config):
 def test_the_learning_rate_metric():
   schedule = optax.linear_schedule(0.5, 0.0, 4)
   assert rates(optax.inject_hyperparams(optax.sgd)(schedule)) == [0.5, 0.375, 0.25]
-  assert rates(optax.sgd(schedule), learning_rate=schedule) == [0.5, 0.375, 0.25]
-  assert rates(optax.sgd(0.5), learning_rate=0.5) == [0.5, 0.5, 0.5]
-  assert rates(optax.sgd(schedule)) is None
+  assert rates(optimizers.sgd(schedule), learning_rate=schedule) == [0.5, 0.375, 0.25]
+  assert rates(optimizers.sgd(0.5), learning_rate=0.5) == [0.5, 0.5, 0.5]
+  assert rates(optimizers.sgd(schedule)) is None
 
 
 def test_learning_rate_alone_gives_adamw():
   t = PeftTrainer(
     trainers.tokens_only(), training_config=TrainingConfig(learning_rate=1e-2)
   )
-  want = trainer(tx=optax.adamw(1e-2))
+  want = trainer(tx=optimizers.adamw(1e-2))
   for each in (t, want):
     each.train(smalls(2))
   assert trainers.equal(trainers.leaves(t.model), trainers.leaves(want.model))
@@ -49,7 +49,7 @@ def test_arguments_of_the_wrong_kind():
   with pytest.raises(TypeError, match=r"is a TrainingConfig; .*PeftTrainer\(model,"):
     PeftTrainer(TrainingConfig())  # pyright: ignore[reportArgumentType]
   with pytest.raises(TypeError, match=r"training_config is a dict"):
-    PeftTrainer(model, optax.sgd(1), {"max_steps": 3})  # pyright: ignore
+    PeftTrainer(model, optimizers.sgd(1), {"max_steps": 3})  # pyright: ignore
   with pytest.raises(TypeError, match="optimizer is a float"):
     PeftTrainer(model, 1e-3)
   t = trainer(model)
@@ -61,7 +61,7 @@ def test_arguments_of_the_wrong_kind():
 
 def test_an_nnx_optimizer_is_unwrapped_or_refused():
   model = trainers.tokens_only()
-  fresh = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+  fresh = nnx.Optimizer(model, optimizers.adam(1e-2), wrt=nnx.Param)
   t, want = trainer(model, fresh), trainer()
   for each in (t, want):
     each.train(smalls(2))
@@ -167,7 +167,7 @@ class Doubled(PeftTrainer):
 def test_subclasses_change_what_a_step_computes():
   batch = [np.arange(4), np.arange(4)]  # not a pytree of arrays with a batch dimension
   t = Doubled(
-    trainers.tokens_only(), optax.sgd(0.0), TrainingConfig(pbar_description=None)
+    trainers.tokens_only(), optimizers.sgd(0.0), TrainingConfig(pbar_description=None)
   )
   doubled = float(t.train_step(batch))
   single = t.eval_step(batch)
@@ -190,7 +190,7 @@ class Centred(PeftTrainer):
 
 def test_a_subclass_sees_a_whole_global_batch():
   config = TrainingConfig(pbar_description=None, gradient_accumulation_steps=2)
-  t = Centred(trainers.tokens_only(), optax.sgd(0.0), config)
+  t = Centred(trainers.tokens_only(), optimizers.sgd(0.0), config)
   t.train([trainers.small(0), trainers.small(1)])
   micro = [trainers.small(i) for i in range(2)]
   mean = np.mean([b["input_tokens"].mean() for b in micro])
@@ -200,7 +200,7 @@ def test_a_subclass_sees_a_whole_global_batch():
 
 
 def test_changing_the_loss_between_steps_takes_effect():
-  t = trainer(tx=optax.sgd(0.0))
+  t = trainer(tx=optimizers.sgd(0.0))
   plain = float(t.train_step(trainers.small(0)))
   t.with_loss_fn(lambda model, **b: 3 * next_token_loss(model, **b).mean())
   np.testing.assert_allclose(float(t.train_step(trainers.small(0))), 3 * plain, 1e-6)

@@ -5,10 +5,9 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
@@ -208,7 +207,7 @@ def test_accumulation_draws_micro_batches_and_a_step_takes_a_global_batch():
   whole.pop("segment_ids")
   parts = toys.cut(whole, 2)
   one, drawn, split = (
-    trainer(tx=optax.sgd(0.5), gradient_accumulation_steps=n) for n in (1, 2, 2)
+    trainer(tx=optimizers.sgd(0.5), gradient_accumulation_steps=n) for n in (1, 2, 2)
   )
   one.train([whole])
   drawn.train(parts)
@@ -226,12 +225,12 @@ def test_accumulation_draws_micro_batches_and_a_step_takes_a_global_batch():
 def test_a_short_last_window_counts_right_and_compiles_nothing():
   full, last = trainers.small(0), trainers.small(1)
   short = {k: v[:3] for k, v in last.items()}
-  t = trainer(tx=optax.sgd(0.5), gradient_accumulation_steps=2)
+  t = trainer(tx=optimizers.sgd(0.5), gradient_accumulation_steps=2)
   with trainers.compilations() as names:
     t.train([full, full, short])
   assert (t.train_steps, t.iter_steps) == (2, 3)
   assert names.count("jit(step)") == 1, names
-  want = trainer(tx=optax.sgd(0.5))
+  want = trainer(tx=optimizers.sgd(0.5))
   want.train([full, short])
   for name, value in trainers.leaves(t.model).items():
     np.testing.assert_allclose(value, trainers.leaves(want.model)[name], atol=1e-6)
@@ -252,7 +251,7 @@ def test_skip_jit_runs_python_and_gives_the_same():
     concrete.append(not isinstance(batch["input_tokens"], jax.core.Tracer))
     return next_token_loss(model, **batch)
 
-  jitted, plain = (trainer(tx=optax.sgd(0.1)).with_loss_fn(loss) for _ in range(2))
+  jitted, plain = (trainer(tx=optimizers.sgd(0.1)).with_loss_fn(loss) for _ in range(2))
   jitted.train(smalls(2))
   assert not any(concrete)
   concrete.clear()
@@ -272,7 +271,7 @@ def test_metrics_go_to_the_logger_and_the_files(tmp_path):
   mine = MetricsLogger()
   t = PeftTrainer(
     trainers.tokens_only(),
-    optax.sgd(1),
+    optimizers.sgd(1),
     TrainingConfig(pbar_description=None),
     metrics_logger=mine,
   )

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.checkpoint_manager_test import DAMAGE, truncate
 from tests.sft.trainers import smalls
@@ -40,7 +39,7 @@ def make(folder, model=None, tx=None, **config):
   }
   return PeftTrainer(
     model or trainers.tokens_only(rate=0.1),
-    tx or optax.adam(1e-2),
+    tx or optimizers.adam(1e-2),
     TrainingConfig(**{**options, **config}),
   )
 
@@ -95,6 +94,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.shipped
 @pytest.mark.parametrize("kind", SOURCES)
 def test_exact_resume(tmp_path, kind, caplog):
   source, skips = SOURCES[kind]
@@ -130,7 +130,7 @@ def test_the_parts_of_a_run(tmp_path):
 
   t = Noting(
     trainers.tokens_only(rate=0.1),
-    optax.adam(1e-2),
+    optimizers.adam(1e-2),
     TrainingConfig(
       checkpoint_root_directory=str(tmp_path), gradient_accumulation_steps=2
     ),
@@ -186,7 +186,7 @@ def test_saving_and_restoring_by_hand(tmp_path):
   assert make(tmp_path).train_steps == 2
   with pytest.raises(RuntimeError, match="is closed"):
     t.train(smalls(4))
-  none = PeftTrainer(trainers.tokens_only(), optax.sgd(1), TrainingConfig())
+  none = PeftTrainer(trainers.tokens_only(), optimizers.sgd(1), TrainingConfig())
   none.train_step(trainers.small(0))
   assert not none.save_checkpoint() and not none.restore_checkpoint()
 
@@ -202,9 +202,9 @@ def test_saving_and_restoring_by_hand(tmp_path):
       {"model": lambda: toys.FourArguments(nnx.Rngs(0))},
       r"\(model_rest\): it also has dropout",
     ),
-    ({"tx": lambda: optax.sgd(1.0)}, r"\(optimizer_state\): it also has 0.count"),
+    ({"tx": lambda: optimizers.sgd(1.0)}, r"\(optimizer_state\): it also has 0.count"),
     (
-      {"tx": lambda: optax.sgd(1.0, momentum=0.9)},
+      {"tx": lambda: optimizers.sgd(1.0, momentum=0.9)},
       r"\(optimizer_state\): 0.trace.* not in it",
     ),
   ],
@@ -224,7 +224,9 @@ def test_a_checkpoint_of_a_module_alone_is_no_run(tmp_path):
   with pytest.raises(ValueError, match=r"\(optimizer_state\): .* is not in it"):
     make(tmp_path)
   m = CheckpointManager(tmp_path / "other" / "checkpoints")
-  m.save(1, model, optax.adam(1e-2).init(nnx.state(model, nnx.Param).to_pure_dict()))
+  m.save(
+    1, model, optimizers.adam(1e-2).init(nnx.state(model, nnx.Param).to_pure_dict())
+  )
   m.close()
   with pytest.raises(ValueError, match="was not written by a trainer"):
     make(tmp_path / "other")

@@ -4,11 +4,10 @@ import dataclasses
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.models.transformer import routing
@@ -32,7 +31,7 @@ def batch():
 def one_step(model, **options):
   """A step of SGD at rate 1: the parameters before, after, and the trainer."""
   before = trainers.leaves(model, nnx.Param)
-  trainer = trainers.trainer(model, optax.sgd(1.0), **options)
+  trainer = trainers.trainer(model, optimizers.sgd(1.0), **options)
   trainer.train([batch()])
   return before, trainers.leaves(trainer.model, nnx.Param), trainer
 

@@ -5,6 +5,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests import optimizers
 from tunix.sft.run_state import (
   RunState,
   flatten_optimizer,
@@ -29,11 +30,11 @@ def test_only_parts_with_arrays_are_arrays():
 @pytest.mark.parametrize(
   "tx",
   [
-    optax.adamw(1e-3),
-    optax.sgd(1e-3),
+    optimizers.adamw(1e-3),
+    optimizers.sgd(1e-3),
     optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3)),
     optax.inject_hyperparams(optax.adam)(1e-3),
-    optax.MultiSteps(optax.adam(1e-3), 2),
+    optax.MultiSteps(optimizers.adam(1e-3), 2),
   ],
 )
 def test_optimizer_state_goes_to_dicts_and_back(tx):
@@ -52,7 +53,7 @@ def test_moments_lie_like_their_parameters(mesh_fsdp8):
   replicated = NamedSharding(mesh_fsdp8, P())
   where = {"a": {"kernel": split}, "kernel": replicated, "b": replicated}
   params = jax.device_put(PARAMS, where)
-  state = init_optimizer(optax.adam(1e-3), params, mesh_fsdp8)
+  state = init_optimizer(optimizers.adam(1e-3), params, mesh_fsdp8)
   flat = tree.flatten(state)
   for moment in ("mu", "nu"):
     assert flat[f"0.{moment}.a.kernel"].sharding.spec == P("fsdp", None)

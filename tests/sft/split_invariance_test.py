@@ -1,10 +1,9 @@
 """One global batch gives one gradient, however it is cut and wherever it runs."""
 
 import numpy as np
-import optax
 import pytest
 
-from tests import drills, toys
+from tests import drills, optimizers, toys
 from tests.sft import trainers
 
 
@@ -48,7 +47,7 @@ def test_the_accumulated_update_is_the_update_of_the_whole():
   weights = []
   for parts in (1, 4):
     model = toys.model()
-    t = trainers.trainer(model, optax.sgd(0.5), gradient_accumulation_steps=parts)
+    t = trainers.trainer(model, optimizers.sgd(0.5), gradient_accumulation_steps=parts)
     t.train(toys.cut(whole, parts))
     assert (t.train_steps, t.iter_steps) == (1, parts)
     weights.append(trainers.leaves(model))

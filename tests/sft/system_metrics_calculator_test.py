@@ -1,10 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from tests import optimizers
 from tunix.sft import system_metrics_calculator as calculator
 
 
@@ -27,7 +27,7 @@ def train_step(model, optimizer, batch, *, unroll=1):
 @pytest.mark.parametrize("unroll", [1, 8])
 def test_scanned_layers_count_as_often_as_they_run(unroll):
   model = Layers()
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, optimizers.sgd(0.1), wrt=nnx.Param)
   step = nnx.jit(lambda m, o, b: train_step(m, o, b, unroll=unroll))
   batch = jnp.ones((4, 16))
   tflops = calculator.measure_tflops_per_step(step, model, optimizer, batch)
@@ -71,7 +71,7 @@ def test_approximate_tflops_per_second(caplog):
 
 def test_a_step_that_changes_a_module_under_jax_jit_is_counted_whole(caplog):
   model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, optimizers.sgd(0.1), wrt=nnx.Param)
   batch = jnp.ones((4, 8))
 
   def step(model, optimizer, batch):

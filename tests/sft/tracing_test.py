@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests import optimizers
 from tests.perf import traces
 from tests.sft import trainers
 from tests.sft.trainers import smalls, trainer
@@ -114,7 +115,7 @@ def test_a_tracer_that_is_given_is_used_as_it_is(tmp_path):
   with tracer.span_group("experiment"):
     t = PeftTrainer(
       trainers.tokens_only(),
-      trainers.optax.sgd(1),
+      optimizers.sgd(1),
       TrainingConfig(pbar_description=None),
       perf_tracer=tracer,
     )
@@ -143,7 +144,7 @@ def test_a_step_that_fails_leaves_the_trace(tmp_path):
 
 
 def test_what_is_no_tracer_is_refused():
-  model, tx = trainers.tokens_only(), trainers.optax.sgd(1)
+  model, tx = trainers.tokens_only(), optimizers.sgd(1)
   with pytest.raises(TypeError, match="perf_tracer is a object"):
     PeftTrainer(model, tx, perf_tracer=object())  # pyright: ignore
   with pytest.raises(TypeError, match="perf_metrics_options is a dict"):

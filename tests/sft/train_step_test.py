@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests import optimizers
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.sft.module_state import Skeleton
 from tunix.sft.train_step import (
@@ -54,7 +55,7 @@ def group(*batches, weights=None):
 def run(loss, groups, rate=0.0, tx=None):
   skeleton = Skeleton(model := Line(rate))
   params, frozen, rest = skeleton.split(model)
-  tx = tx or optax.sgd(0.1)
+  tx = tx or optimizers.sgd(0.1)
   step = jax.jit(make_train_step(skeleton, loss, tx))
   return step(params, tx.init(params), rest, frozen, groups)
 
@@ -186,7 +187,7 @@ def test_injected_learning_rate():
   tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 4))
   *_, metrics = run(weighted_loss, [group(batch([1]))], tx=tx)
   assert float(metrics.learning_rate) == 1
-  assert injected_learning_rate(optax.adam(1.0).init({"w": jnp.ones(1)})) is None
+  assert injected_learning_rate(optimizers.adam(1.0).init({"w": jnp.ones(1)})) is None
 
 
 def test_what_a_loss_may_return():

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
+from tunix.sft import shared_steps
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils import tree
 
@@ -42,7 +42,7 @@ def trainer(
   options: dict[str, Any] = {"pbar_description": None, **config}
   return PeftTrainer(
     tokens_only() if model is None else model,
-    optax.adam(1e-2) if tx is None else tx,
+    optimizers.adam(1e-2) if tx is None else tx,
     TrainingConfig(**options),
   )
 
@@ -72,9 +72,15 @@ def history(trainer: PeftTrainer, name: str, mode: str = "train") -> list[float]
 
 
 @contextlib.contextmanager
-def compilations():
-  """Yields a list of the names of the functions that XLA compiles inside."""
+def compilations(*, fresh: bool = True):
+  """Yields a list of the names of the functions that XLA compiles inside.
+
+  Args:
+    fresh: if True, steps that earlier trainers have compiled are forgotten first.
+  """
   names: list[str] = []
+  if fresh:
+    shared_steps.clear()
 
   def listen(event: str, duration: float, **info: Any) -> None:
     if event.endswith("backend_compile_duration"):

@@ -2,11 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import smalls, trainer
 from tunix.sft.checkpoint_manager import CheckpointManager
@@ -95,7 +94,7 @@ def test_models_adapted_by_qwix_train_save_and_resume(tmp_path):
   frozen = trainers.leaves(base)
   assert len(lora) == 4
   folder = {"checkpoint_root_directory": str(tmp_path / "run")}
-  t = trainer(model, tx=optax.adam(0.1), checkpointing_options=EVERY, **folder)
+  t = trainer(model, tx=optimizers.adam(0.1), checkpointing_options=EVERY, **folder)
   with trainers.compilations() as names:
     t.train([trainers.small(0)] * 3)
   assert names.count("jit(step)") == 1
@@ -106,13 +105,13 @@ def test_models_adapted_by_qwix_train_save_and_resume(tmp_path):
   assert trainers.equal(frozen, trainers.leaves(base))
 
   _, fresh = adapted()
-  t = trainer(fresh, tx=optax.adam(0.1), checkpointing_options=EVERY, **folder)
+  t = trainer(fresh, tx=optimizers.adam(0.1), checkpointing_options=EVERY, **folder)
   assert t.train_steps == 3
   assert trainers.equal(trained, trainers.leaves(fresh, nnx.LoRAParam))
   t.train([trainers.small(0)] * 4)
   t.close()
   _, whole = adapted()
-  trainer(whole, tx=optax.adam(0.1)).train([trainers.small(0)] * 4)
+  trainer(whole, tx=optimizers.adam(0.1)).train([trainers.small(0)] * 4)
   assert trainers.equal(trainers.leaves(fresh), trainers.leaves(whole))
 
   manager = CheckpointManager(tmp_path / "lora")

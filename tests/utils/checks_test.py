@@ -7,16 +7,16 @@ import math
 import pkgutil
 
 import numpy as np
-import optax
 import pytest
 
 import tunix
+from tests import optimizers
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
 
 # What a configuration cannot be made without.
 _REQUIRED = {
-  "RLTrainingConfig": {"actor_optimizer": optax.sgd(0.1)},
+  "RLTrainingConfig": {"actor_optimizer": optimizers.sgd(0.1)},
   "LoraConfig": {"rank": 2},
   "AdapterSpec": {"rank": 2},
   "CacheConfig": {"cache_size": 8},

@@ -18,7 +18,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -49,6 +49,7 @@ from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import RunState
+from tunix.sft.shared_steps import Call
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class RLLearner(BaseTrainer):
     self._samples: Samples | None = None
     self._progress = LearnerProgress()
     self._shuffle_seed = data_shuffle_seed
-    rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
+    rl_cluster.actor_trainer.with_role_loss(self._role_loss())
     self._identity = learner_state.identity(rl_cluster)
     self._is_mid_update = False  # True during an update, and after one that failed
     self._run = Run(self, self._config, rl_cluster.perf)
@@ -146,14 +147,7 @@ class RLLearner(BaseTrainer):
     self, model: nnx.Module, example: TrainExample
   ) -> tuple[WeightedSum, policy_loss.Aux]:
     """Computes the loss of one micro-batch and metrics, means over tokens; traced."""
-    sampling = self.rl_cluster.cluster_config.rollout(Mode.TRAIN)
-    return policy_loss.policy_loss(
-      model,
-      example,
-      self.algo_config,
-      temperature=sampling.temperature,
-      max_tokens=self._experience.max_tokens(sampling),
-    )
+    return self._configured_loss()(model, example)
 
   def _collect(self, source: PromptSource) -> TrainExample | None:
     """Returns the example of one step; None at the end of the prompts."""
@@ -166,6 +160,21 @@ class RLLearner(BaseTrainer):
     return rollouts.scores
 
   # Helpers of the extension points.
+
+  def _role_loss(self) -> Callable[..., Any]:
+    """Returns `_compute_policy_loss`, or a value that computes the same."""
+    own = type(self)._compute_policy_loss is not RLLearner._compute_policy_loss
+    return self._compute_policy_loss if own else self._configured_loss()
+
+  def _configured_loss(self) -> Call:
+    """Returns the loss that the configuration describes."""
+    sampling = self.rl_cluster.cluster_config.rollout(Mode.TRAIN)
+    return Call.of(
+      policy_loss.policy_loss,
+      config=self.algo_config,
+      temperature=sampling.temperature,
+      max_tokens=self._experience.max_tokens(sampling),
+    )
 
   def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
     """Returns the completions of every prompt with their rewards; see schedule.py."""

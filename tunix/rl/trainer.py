@@ -19,6 +19,7 @@ from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.run_state import Progress, RunState
+from tunix.sft.shared_steps import Call
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.setting import shared_values
 
@@ -67,13 +68,8 @@ class Trainer(PeftTrainer):
         the examples, or a pair of one of these and metrics by name.
     """
 
-    def pair(model: nnx.Module, example: TrainExample):
-      out = loss(model, example)
-      is_pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
-      return out if is_pair else (out, {})
-
-    self.with_gen_model_input_fn(lambda example: {"example": example})
-    return self.with_loss_fn(pair, has_aux=True)
+    self.with_gen_model_input_fn(_as_example)
+    return self.with_loss_fn(Call.of(_role_loss, loss=loss), has_aux=True)
 
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
     return policy_loss.derived(aux)
@@ -142,6 +138,17 @@ class Trainer(PeftTrainer):
     if not self._closed:
       self._closed = True
       self._reporter.end()
+
+
+def _as_example(example: TrainExample) -> dict[str, TrainExample]:
+  return {"example": example}
+
+
+def _role_loss(model: nnx.Module, example: TrainExample, loss: RoleLoss) -> Any:
+  """Returns the loss and its metrics; {} if the loss has none."""
+  out = loss(model, example)
+  is_pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
+  return out if is_pair else (out, {})
 
 
 def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:

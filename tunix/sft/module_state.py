@@ -14,6 +14,7 @@ donating one of the two deletes both.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.models.transformer.layers import FrozenParam as FrozenParam
+from tunix.sft.shared_steps import graph_parts
 from tunix.utils import mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
@@ -66,6 +68,25 @@ class Skeleton:
     self._forms = [
       (list(tree.flatten(state)), jax.tree.structure(state)) for state in states
     ]
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Skeleton) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return self._hash
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash(self._key)
+
+  @property
+  def _key(self) -> tuple[Any, ...]:
+    forms = tuple((tuple(names), structure) for names, structure in self._forms)
+    return self.trained, self._graph, forms
+
+  def comparable_parts(self) -> list[Any]:
+    """Returns the values that the trace of a merged module can depend on."""
+    return graph_parts(self._graph)
 
   def split(self, model: nnx.Module) -> tuple[Arrays, Arrays, Arrays]:
     """Returns (params, frozen, rest) of a module with this structure."""

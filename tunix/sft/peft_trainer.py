@@ -38,6 +38,7 @@ from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import OptimizerView, TrainState
+from tunix.sft.train_step import BatchLoss
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
 
@@ -110,8 +111,7 @@ class PeftTrainer(BaseTrainer):
     self._state = TrainState(
       model,
       tx,
-      self._train_step,
-      self._eval_step,
+      self._traced_losses,
       offload_optimizer=config.offload_optimizer,
     )
     self._loss = LossCall()
@@ -198,6 +198,15 @@ class PeftTrainer(BaseTrainer):
 
   def _eval_step(self, model: nnx.Module, batch: Any) -> Any:
     return self._train_step(model, batch)
+
+  def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
+    """Returns `_train_step` and `_eval_step`, or values that compute the same.
+
+    Values that can be compared let trainers share compiled steps, see shared_steps.py.
+    """
+    if self._has_default_steps:
+      return self._loss, self._loss
+    return self._train_step, self._eval_step
 
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
     return aux

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
 from tunix.perf import programs
-from tunix.sft import offload, train_step
+from tunix.sft import offload, shared_steps, train_step
 from tunix.sft.module_state import ModuleState
 from tunix.sft.run_state import (
   RunState,
@@ -39,8 +39,9 @@ class TrainState:
   Args:
     model: the caller's module.
     tx: the optimizer.
-    train_loss, eval_loss: functions (model, batch) -> loss; they are traced with a
-      merged module and one micro-batch.
+    losses: returns the train and the evaluation loss, functions (model, batch) -> loss.
+      They are traced with a merged module and one micro-batch. Called when a step is
+      built.
     offload_optimizer: see TrainingConfig.
 
   Attributes:
@@ -56,8 +57,7 @@ class TrainState:
     self,
     model: nnx.Module,
     tx: optax.GradientTransformation,
-    train_loss: train_step.BatchLoss,
-    eval_loss: train_step.BatchLoss,
+    losses: Callable[[], tuple[train_step.BatchLoss, train_step.BatchLoss]],
     *,
     offload_optimizer: bool = False,
   ):
@@ -66,7 +66,7 @@ class TrainState:
     self.mesh: mesh_lib.Mesh | None = None
     self.home: mesh_lib.Mesh | None = None
     self.opt_state: Any = None
-    self._train_loss, self._eval_loss = train_loss, eval_loss
+    self._losses = losses
     self._offloads = offload_optimizer
     # The steps by (kind, skip_jit). Each is built once, and again after `forget_steps`.
     self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
@@ -188,24 +188,30 @@ class TrainState:
     self._built.clear()
 
   def _train_step(self, skip_jit: bool) -> Callable[..., Any]:
-    key, skeleton, loss = ("train", skip_jit), self.module.skeleton, self._train_loss
+    key, skeleton, tx = ("train", skip_jit), self.module.skeleton, self.tx
     if key not in self._built:
-      tx = self.tx
+      loss, _ = self._losses()
       if self._offloads:
         shardings = jax.tree.map(lambda x: x.sharding, self.opt_state)
         tx = offload.updated_on_device(tx, shardings)
       self._built[key] = (
         train_step.make_train_step(skeleton, loss, tx)
         if skip_jit
-        else train_step.jit_train_step(skeleton, loss, tx, self._layout())
+        else shared_steps.shared(
+          train_step.jit_train_step, skeleton, loss, tx=tx, layout=self._layout()
+        )
       )
     return self._built[key]
 
   def _eval_step(self, skip_jit: bool) -> Any:
-    key = ("eval", skip_jit)
+    key, skeleton = ("eval", skip_jit), self.module.skeleton
     if key not in self._built:
-      step = train_step.make_eval_step(self.module.skeleton, self._eval_loss)
-      self._built[key] = step if skip_jit else jax.jit(step)
+      _, loss = self._losses()
+      self._built[key] = (
+        train_step.make_eval_step(skeleton, loss)
+        if skip_jit
+        else shared_steps.shared(train_step.jit_eval_step, skeleton, loss)
+      )
     return self._built[key]
 
   def _layout(self) -> tuple[Any, Any] | None:

@@ -228,6 +228,11 @@ def make_eval_step(
   return step
 
 
+def jit_eval_step(skeleton: Skeleton, loss: BatchLoss) -> Callable[..., Any]:
+  """Returns the jitted evaluation step."""
+  return jax.jit(make_eval_step(skeleton, loss))
+
+
 def injected_learning_rate(opt_state: Any) -> jax.Array | None:
   """Returns the learning rate in the state of `optax.inject_hyperparams`, or None."""
   rates = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from flax import nnx
 
 from tunix.perf.trace import NoopTracer, make_tracer
+from tunix.sft import shared_steps
 from tunix.sft.config import TrainingConfig
 
 # Metrics that the trainer itself reports.
@@ -55,7 +57,7 @@ def resolve_optimizer(
         "no optimizer: pass an optax transformation, or set learning_rate= in the "
         "config for AdamW"
       )
-    return optax.adamw(config.learning_rate)
+    return _adamw(config.learning_rate)
   if isinstance(optimizer, nnx.Optimizer):
     if int(optimizer.step[...]):
       raise ValueError(
@@ -69,6 +71,12 @@ def resolve_optimizer(
       "such as optax.adamw(1e-5)"
     )
   return optimizer
+
+
+@functools.lru_cache(maxsize=shared_steps.MOST)
+def _adamw(learning_rate: Any) -> optax.GradientTransformation:
+  """Returns one object for equal rates, so that trainers can share compiled steps."""
+  return optax.adamw(learning_rate)
 
 
 def resolve_tracer(tracer: Any, config: TrainingConfig) -> NoopTracer:

@@ -17,6 +17,9 @@ from tunix.models.transformer.cpu_products import TiledKernel, few_rows, suits
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.quantised import QuantisationConfig
 
+# The compiler decides about the bits and the buffers of products.
+pytestmark = pytest.mark.shipped
+
 
 def normal(*shape: int) -> jax.Array:
   values = np.random.default_rng(sum(shape)).normal(size=shape)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import optimizers
 from tests.models.transformer import attention_cases as cases
 from tunix.models.transformer import fused
 from tunix.models.transformer.config import ShardingRules
@@ -126,7 +127,7 @@ def compile_for_tpu():
     implementation="splash",
   )
   graph, state = nnx.split(layer)
-  optimizer = optax.adamw(1e-3)
+  optimizer = optimizers.adamw(1e-3)
 
   def step(state, moments, x, segments):
     def loss(state):

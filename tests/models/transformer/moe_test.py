@@ -5,11 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.models import checkpoints
 from tests.sft import trainers
 from tunix.models import families
@@ -83,7 +82,7 @@ def test_sigmoid_routing_by_hand():
 
 def test_the_correction_is_not_trained():
   made = model("ragged", routing="sigmoid")
-  trainer = trainers.trainer(made, optax.adamw(0.1, weight_decay=0.1))
+  trainer = trainers.trainer(made, optimizers.adamw(0.1, weight_decay=0.1))
   made.layers.mlp.correction.set_value(jnp.ones((2, 5)))
   trainer.train([toys.batch(0, rows=2, length=8)])
   assert "layers.mlp.correction" not in trained_variables(made)

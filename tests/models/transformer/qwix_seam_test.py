@@ -2,11 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tests.models import checkpoints
 from tests.models.lora_test import state, widen
 from tunix.models.automodel import AutoModel
@@ -72,7 +71,7 @@ def test_every_kernel_of_a_stacked_model_is_adapted_and_trained(changes):
   assert checkpoints.relative(model(TOKENS)[0], want) > 0.01
 
   start = {k: np.asarray(v) for k, v in state(adapted, nnx.LoRAParam).items()}
-  trainer = PeftTrainer(adapted, optax.sgd(1.0), TrainingConfig(max_steps=1))
+  trainer = PeftTrainer(adapted, optimizers.sgd(1.0), TrainingConfig(max_steps=1))
   trainer.train([toys.batch(0)])
   for path, value in state(trainer.model, nnx.LoRAParam).items():
     for layer in range(2):

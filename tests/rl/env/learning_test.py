@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests import optimizers
 from tunix import (
   ClusterConfig,
   EpisodeConfig,
@@ -90,7 +91,7 @@ def test_a_model_learns_to_use_a_calculator(tmp_path):
     cluster_config=ClusterConfig(
       training_config=RLTrainingConfig(
         actor_optimizer=optax.chain(
-          optax.clip_by_global_norm(1.0), optax.adam(5e-3, b2=0.95)
+          optax.clip_by_global_norm(1.0), optimizers.adam(5e-3, b2=0.95)
         ),
         max_steps=STEPS,
         metrics_logging_options=MetricsLoggerOptions(tmp_path),

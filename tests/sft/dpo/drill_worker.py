@@ -5,9 +5,8 @@ import sys
 from typing import Any
 
 import jax
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tests.sft.dpo import preferences
 from tunix.models import heads
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
@@ -31,7 +30,7 @@ def trainer(job: str, folder: pathlib.Path) -> Any:
     "checkpointing_options": CheckpointOptions(save_every_n_steps=3),
     "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
   }
-  tx = optax.adam(1e-3)
+  tx = optimizers.adam(1e-3)
   if name == "reward":
     return RewardTrainer(heads.with_scores(model), tx, RewardConfig(**options))
   if name == "kto":

@@ -2,10 +2,9 @@ import logging
 import math
 
 import numpy as np
-import optax
 import pytest
 
-from tests import toys_text
+from tests import optimizers, toys_text
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTODataInput, KTOTrainer
@@ -105,7 +104,7 @@ def test_text():
   tokenizer = toys_text.chat_tokenizer("chatml")
   model = preferences.model(vocab_size=tokenizer.vocab_size, lora_rank=2)
   config = KTOConfig(max_prompt_length=16, max_response_length=8, pbar_description=None)
-  t = KTOTrainer(model, None, optax.sgd(0.1), config, tokenizer)
+  t = KTOTrainer(model, None, optimizers.sgd(0.1), config, tokenizer)
   ask = [{"role": "user", "content": "hello"}]
   t.train([KTODataInput([ask, "hi"], ["yes", " b"], [True, False])])
   assert t.train_steps == 1

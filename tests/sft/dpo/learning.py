@@ -13,9 +13,8 @@ import time
 from typing import Any
 
 import numpy as np
-import optax
 
-from tests import toys
+from tests import optimizers, toys
 from tunix.models import heads
 from tunix.sft.dpo.dpo_trainer import (
   DPOTrainer,
@@ -108,7 +107,7 @@ def base():
   """The model that answers in either form."""
   made = model()
   config = TrainingConfig(pbar_description=None)
-  trainer = PeftTrainer(made, optax.adam(3e-3), config)
+  trainer = PeftTrainer(made, optimizers.adam(3e-3), config)
   trainer.train(taught_batch(seed) for seed in range(TAUGHT_STEPS))
   return made
 
@@ -126,7 +125,7 @@ def run(name: str) -> dict[str, dict[str, float]]:
   policy, held_out = copy(base()), pairs(424_242, rows=512)
   if name == "reward":
     policy = heads.with_scores(policy)
-  tx = optax.adam(rate)
+  tx = optimizers.adam(rate)
   if name == "reward":
     trainer = kind(policy, tx, config)
   else:
@@ -134,7 +133,7 @@ def run(name: str) -> dict[str, dict[str, float]]:
   judge = trainer
   if name == "kto":  # of pairs, by the rewards that DPO reads
     plain = DPOTrainingConfig(pbar_description=None)
-    judge = DPOTrainer(policy, copy(base()), optax.sgd(0.0), plain)
+    judge = DPOTrainer(policy, copy(base()), optimizers.sgd(0.0), plain)
   before = judge.eval_step(held_out)
   batches = (pairs(seed) for seed in range(steps))
   trainer.train(map(labelled, batches) if name == "kto" else batches)

@@ -1,10 +1,9 @@
 import json
 
 import numpy as np
-import optax
 import pytest
 
-from tests import drills, toys, toys_text
+from tests import drills, optimizers, toys, toys_text
 from tests.sft.dpo import preferences
 from tunix.models import lora
 from tunix.sft.dpo.precomputed import PrecomputedLogps
@@ -14,7 +13,9 @@ from tunix.sft.dpo.preference_trainer import PreferenceTrainer
 
 def trainer(model, logps, ref=None):
   config = PreferenceConfig(pbar_description=None)
-  return PreferenceTrainer(model, ref, optax.sgd(0.1), config, reference_logps=logps)
+  return PreferenceTrainer(
+    model, ref, optimizers.sgd(0.1), config, reference_logps=logps
+  )
 
 
 def test_they_are_those_of_the_reference_in_any_order_and_padding(tmp_path):
@@ -151,6 +152,6 @@ def test_text(tmp_path):
   logps = PrecomputedLogps.write(tmp_path, model, data, config, tokenizer)
   assert len(logps) == 2  # the row without weight is left out
   t = PreferenceTrainer(
-    model, None, optax.sgd(0.1), config, tokenizer, reference_logps=logps
+    model, None, optimizers.sgd(0.1), config, tokenizer, reference_logps=logps
   )
   assert t.eval_step(data[0])["rewards/margin"] == pytest.approx(0.0, abs=1e-5)

@@ -3,11 +3,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests import drills, toys, toys_text
+from tests import drills, optimizers, toys, toys_text
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.models import lora
@@ -189,7 +188,7 @@ def test_text_and_chats_train():
     gradient_accumulation_steps=2,
     pbar_description=None,
   )
-  t = DPOTrainer(model, None, optax.sgd(0.1), config, tokenizer)
+  t = DPOTrainer(model, None, optimizers.sgd(0.1), config, tokenizer)
   ask = [{"role": "user", "content": "hello"}]
   batch = {"prompt": [ask, "hi"], "chosen": ["yes", " a"], "rejected": ["no", " b"]}
   before = trainers.leaves(model, nnx.LoRAParam)
@@ -200,17 +199,19 @@ def test_text_and_chats_train():
 def test_orpo_is_a_setting_of_dpo():
   batch = preferences.pairs()
   config = ORPOTrainingConfig(pbar_description=None, lambda_orpo=0.7)
-  orpo = ORPOTrainer(preferences.model(), None, optax.sgd(0.1), config)
+  orpo = ORPOTrainer(preferences.model(), None, optimizers.sgd(0.1), config)
   same = DPOTrainingConfig(algorithm="orpo", pbar_description=None, lambda_orpo=0.7)
-  dpo = DPOTrainer(preferences.model(), None, optax.sgd(0.1), same)
+  dpo = DPOTrainer(preferences.model(), None, optimizers.sgd(0.1), same)
   metrics = orpo.eval_step(batch)
   assert metrics == dpo.eval_step(batch)
   assert {"odds_ratio", "sft_loss", "or_loss"} <= metrics.keys()
   weaker = DPOTrainingConfig(algorithm="orpo", lambda_orpo=0.1, pbar_description=None)
-  other = DPOTrainer(preferences.model(), None, optax.sgd(0.1), weaker).eval_step(batch)
+  other = DPOTrainer(preferences.model(), None, optimizers.sgd(0.1), weaker).eval_step(
+    batch
+  )
   assert other["loss"] != metrics["loss"]
   with pytest.raises(ValueError, match="loss is 'sigmoid'"):
-    ORPOTrainer(preferences.model(), None, optax.sgd(0.1), DPOTrainingConfig())
+    ORPOTrainer(preferences.model(), None, optimizers.sgd(0.1), DPOTrainingConfig())
 
 
 # The reference.
@@ -359,7 +360,9 @@ def test_settings_are_checked(kind, options, message):
 
 def test_wrong_calls_are_named():
   with pytest.raises(TypeError, match="training_config is a KTOConfig"):
-    DPOTrainer(preferences.model(), preferences.model(1), optax.sgd(0.1), KTOConfig())
+    DPOTrainer(
+      preferences.model(), preferences.model(1), optimizers.sgd(0.1), KTOConfig()
+    )
   t = preferences.trainer(ref=preferences.model(1))
   with pytest.raises(TypeError, match="train_step takes one argument"):
     t.train_step(preferences.model(), preferences.pairs())
@@ -369,7 +372,7 @@ def test_a_reference_that_nothing_uses_is_said(caplog):
   t = PreferenceTrainer(
     preferences.model(),
     preferences.model(1),
-    optax.sgd(0.1),
+    optimizers.sgd(0.1),
     PreferenceConfig(loss="simpo"),
   )
   assert "ref_model is not used" in caplog.text and t._reference is None

@@ -3,10 +3,9 @@
 from typing import Any
 
 import numpy as np
-import optax
 from flax import nnx
 
-from tests import toys
+from tests import optimizers, toys
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
 from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
@@ -73,8 +72,8 @@ def trainer(
   policy = model() if policy is None else policy
   config = CONFIGS[kind](pbar_description=None, **options)
   if kind is RewardTrainer:
-    return kind(policy, optax.sgd(0.1), config)
-  return kind(policy, ref, optax.sgd(0.1), config)
+    return kind(policy, optimizers.sgd(0.1), config)
+  return kind(policy, ref, optimizers.sgd(0.1), config)
 
 
 @nnx.jit

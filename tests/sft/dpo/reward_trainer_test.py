@@ -2,9 +2,9 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
+from tests import optimizers
 from tests.sft.dpo import preferences
 from tunix.generate import scoring
 from tunix.models import heads, safetensors_saver
@@ -65,7 +65,7 @@ def test_it_learns_and_serves_as_the_reward_role(lora_rank, tmp_path):
   """One pair is learned by heart; then the model scores it, saved and loaded too."""
   model, batch = scored(lora_rank=lora_rank), preferences.pairs(rows=2)
   config = RewardConfig(pbar_description=None)
-  t = RewardTrainer(model, optax.adam(1e-2), config)
+  t = RewardTrainer(model, optimizers.adam(1e-2), config)
   t.train([batch] * 15)
   rows = {
     "prompt_ids": batch["prompt_ids"],

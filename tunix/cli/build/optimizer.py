@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import optax
 
 from tunix.cli.settings.run import RunSettings
 from tunix.cli.settings.spelling import did_you_mean
+from tunix.sft import shared_steps
 from tunix.sft.config import Schedule
 from tunix.utils import tree
 
@@ -26,6 +28,25 @@ _ZEROS = ("init_value", "end_value")
 
 # Fields of the decoder's modules that hold matrices.
 _MATRICES = ("kernel", "lora_a", "lora_b")
+
+
+class Arguments:
+  """Keyword arguments that can be compared by their types and values.
+
+  Args:
+    values: the arguments by name, as YAML has them.
+  """
+
+  def __init__(self, values: Mapping[str, Any]):
+    self.values = dict(values)
+    # `repr` tells 1 from 1.0, which give other programs.
+    self._key = repr(sorted(self.values.items()))
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Arguments) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return hash(self._key)
 
 
 def settle_rate(
@@ -82,14 +103,19 @@ def build_schedule(config: RunSettings) -> float | Schedule:
   if config.schedule.name is None:
     assert config.training.learning_rate is not None
     return config.training.learning_rate
-  make = _lookup("schedule.name", config.schedule.name, _schedules())
+  return _schedule_of(config.schedule.name, Arguments(config.schedule.args))
+
+
+@functools.lru_cache(maxsize=shared_steps.MOST)
+def _schedule_of(name: str, args: Arguments) -> Schedule:
+  """Returns one object for equal settings, which are then one optimizer's."""
+  make = _lookup("schedule.name", name, _schedules())
   try:
-    schedule = make(**config.schedule.args)
+    schedule = make(**args.values)
     jax.eval_shape(schedule, jnp.zeros((), jnp.int32))
   except (TypeError, ValueError, AttributeError) as error:
     raise ValueError(
-      f"schedule {config.schedule.name} refuses {config.schedule.args}: {error}; "
-      "correct schedule.args"
+      f"schedule {name} refuses {args.values}: {error}; correct schedule.args"
     ) from error
   return schedule
 
@@ -107,7 +133,23 @@ def build_optimizer(
     ValueError: an unknown optimizer or argument, or an optimizer that needs more than
       gradients, such as the loss as a function.
   """
-  name, args = config.optimizer.name, config.optimizer.args
+  return _optimizer_of(
+    config.optimizer.name,
+    Arguments(config.optimizer.args),
+    learning_rate,
+    config.training.max_grad_norm,
+  )
+
+
+@functools.lru_cache(maxsize=shared_steps.MOST)
+def _optimizer_of(
+  name: str,
+  given: Arguments,
+  learning_rate: float | Schedule,
+  max_grad_norm: float | None,
+) -> optax.GradientTransformation:
+  """Returns one object for equal settings, so that trainers share compiled steps."""
+  args = given.values
   make = _lookup("optimizer.name", name, _optimizers())
   parameters = inspect.signature(make).parameters
   _check_names(f"optimizer {name}", "optimizer.args", args, parameters)
@@ -123,12 +165,12 @@ def build_optimizer(
     _rehearse(tx)
   except (TypeError, ValueError, AttributeError) as error:
     raise ValueError(
-      f"optimizer {name} cannot be used with {config.optimizer.args}: {error}; correct "
+      f"optimizer {name} cannot be used with {given.values}: {error}; correct "
       "optimizer.args or choose another optimizer"
     ) from error
-  if config.training.max_grad_norm is None:
+  if max_grad_norm is None:
     return tx
-  return optax.chain(optax.clip_by_global_norm(config.training.max_grad_norm), tx)
+  return optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
 
 
 def build_critic_optimizer(

@@ -4,7 +4,6 @@ Ouyang et al. 2022, 2203.02155)."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
+from tunix.sft.shared_steps import Call
 from tunix.utils import checks
 
 
@@ -82,7 +82,7 @@ class PPOLearner(RLLearner):
         "tunix.rl.utils.create_critic_model(actor), and critic_optimizer"
       )
     rl_cluster.critic_trainer.with_role_loss(
-      functools.partial(policy_loss.critic_loss, clip=algo_config.clip_range_value)
+      Call.of(policy_loss.critic_loss, clip=algo_config.clip_range_value)
     )
     super().__init__(rl_cluster, algo_config, *args, **options)
 

@@ -34,6 +34,8 @@ from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.sft.shared_steps import Call
+from tunix.sft.train_step import BatchLoss
 
 __all__ = [
   "DPOTrainer",
@@ -186,24 +188,59 @@ class DPOTrainer(PeftTrainer):
     )
 
   def _score(self, model: nnx.Module, batch: Any) -> PairScores:
-    """Returns the policy's and the reference's log-probabilities of each pair."""
-    rows = batch["rows"]
-    logps = completion_logps(model, rows, PAIR, self.training_config.shared_prompt)
-    reference = batch.get("reference", jnp.zeros_like(logps))
-    tokens = [jnp.sum(rows[f"{name}_mask"] != 0, axis=1) for name in PAIR]
-    columns = (*logps.T, *reference.T, *tokens, batch["weights"])
-    return PairScores(*(x.astype(jnp.float32) for x in columns))
+    return _scores(model, batch, self.training_config.shared_prompt)
 
   def _train_step(
     self, model: nnx.Module, batch: Any
   ) -> tuple[WeightedSum, dict[str, Any]]:
-    scores, loss = self._score(model, batch), self._pair_loss
-    if "coupled" in batch:
-      beta = self.training_config.beta
-      out = preference.coupled_loss(loss, batch["coupled"], scores, beta)
-    else:
-      out = preference.pair_loss(loss, scores, **self._pair_options)
-    return weigh(out, scores.weights)
+    return self._configured_step()(model, batch)
+
+  def _configured_step(self) -> Call:
+    return Call.of(
+      _step,
+      loss=self._pair_loss,
+      options=tuple(sorted(self._pair_options.items())),
+      beta=self.training_config.beta,
+      shared_prompt=self.training_config.shared_prompt,
+    )
+
+  def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
+    own = type(self)
+    if (own._train_step, own._eval_step) != (
+      DPOTrainer._train_step,
+      PeftTrainer._eval_step,
+    ):
+      return super()._traced_losses()
+    step = self._configured_step()
+    return step, step
+
+
+def _scores(model: nnx.Module, batch: Any, shared_prompt: bool) -> PairScores:
+  """Returns the policy's and the reference's log-probabilities of each pair."""
+  rows = batch["rows"]
+  logps = completion_logps(model, rows, PAIR, shared_prompt)
+  reference = batch.get("reference", jnp.zeros_like(logps))
+  tokens = [jnp.sum(rows[f"{name}_mask"] != 0, axis=1) for name in PAIR]
+  columns = (*logps.T, *reference.T, *tokens, batch["weights"])
+  return PairScores(*(x.astype(jnp.float32) for x in columns))
+
+
+def _step(
+  model: nnx.Module,
+  batch: Any,
+  *,
+  loss: preference.Loss,
+  options: tuple[tuple[str, Any], ...],
+  beta: float,
+  shared_prompt: bool,
+) -> tuple[WeightedSum, dict[str, Any]]:
+  """Returns the loss of a micro-batch of pairs, and its metrics."""
+  scores = _scores(model, batch, shared_prompt)
+  if "coupled" in batch:
+    out = preference.coupled_loss(loss, batch["coupled"], scores, beta)
+  else:
+    out = preference.pair_loss(loss, scores, **dict(options))
+  return weigh(out, scores.weights)
 
 
 PreferenceTrainer = DPOTrainer
