@@ -45,6 +45,20 @@ def model(seed: int = 0, *, lora_rank: int = 0, **changes: Any) -> nnx.Module:
   return adapted
 
 
+def logits(model: nnx.Module, tokens: Any, **more: Any) -> jax.Array:
+  """`model(tokens, ...)[0]` as one program: a call would compile each operation."""
+  graph, state = nnx.split(model)
+  is_array = lambda x: isinstance(x, np.ndarray | jax.Array)
+  arrays = {name: x for name, x in more.items() if is_array(x)}
+  others = tuple((name, x) for name, x in more.items() if not is_array(x))
+  return _logits(graph, state, jnp.asarray(tokens), arrays, others)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _logits(graph, state, tokens, arrays, others):
+  return nnx.merge(graph, state)(tokens, **arrays, **dict(others))[0]
+
+
 def batch(
   seed: int, rows: int = 8, length: int = 16, vocab: int = VOCAB
 ) -> dict[str, np.ndarray]:

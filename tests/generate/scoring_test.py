@@ -31,7 +31,7 @@ def test_scores_are_those_of_each_row_alone(group_size):
   model, pairs = scored.model("dense"), scored.sequences(4, copies=2)
   rows = scored.batch(pairs, fill=7)  # padding ids mean nothing
   out = scored.scores(model, rows, group_size=group_size, temperature=0.5, entropy=True)
-  logps, entropy = by_hand(lambda tokens: model(tokens)[0], pairs, 0.5)
+  logps, entropy = by_hand(lambda tokens: toys.logits(model, tokens), pairs, 0.5)
   np.testing.assert_allclose(out.logps, logps, atol=2e-5)
   np.testing.assert_allclose(out.entropy, entropy, atol=2e-5)
   assert scored.scores(model, rows).entropy is None
@@ -135,7 +135,7 @@ def test_values_and_rewards():
   shared = scoring.score_values(critic, *rows, group_size=2)
   rewards = scoring.score_sequences(critic, *rows)
   for row, (prompt, completion) in enumerate(pairs):
-    every = critic(np.array([[*prompt, *completion]], np.int32))[0][0, :, 0]
+    every = toys.logits(critic, np.array([[*prompt, *completion]], np.int32))[0, :, 0]
     want = every[len(prompt) - 1 : -1]
     for got in (values, shared):
       np.testing.assert_allclose(got[row, : len(completion)], want, atol=1e-6)
@@ -143,7 +143,7 @@ def test_values_and_rewards():
     np.testing.assert_allclose(rewards[row], every[-1], atol=1e-6)
   # Without a completion it is the prompt's last token that speaks.
   empty = np.zeros_like(rows[3])
-  every = critic(np.array([pairs[0][0]], np.int32))[0][0, :, 0]
+  every = toys.logits(critic, np.array([pairs[0][0]], np.int32))[0, :, 0]
   got = scoring.score_sequences(critic, *rows[:3], empty)
   np.testing.assert_allclose(got[0], every[-1], atol=1e-6)
 

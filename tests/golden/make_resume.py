@@ -5,14 +5,15 @@ Run it with that version, not with this one:
   git worktree add /tmp/before f6bda63
   PYTHONPATH=/tmp/before python tests/golden/make_resume.py
 
-Every job runs in a process of its own, as the quick suite runs: without XLA's expensive
-passes. One of them is killed when step 3 is logged and step 2 saved.
+Every job runs in a process of its own, with the settings of tests/world.py. One of them
+is killed when step 3 is logged and step 2 saved.
 """
 
 import io
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import signal
 import subprocess
@@ -21,11 +22,10 @@ import tarfile
 import tempfile
 import time
 
-os.environ |= {
-  "JAX_PLATFORMS": "cpu",
-  "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-  "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
+# The settings of today's tests: the version before may have had others.
+os.environ |= runpy.run_path(str(pathlib.Path(__file__).parents[1] / "world.py"))[
+  "environment"
+]()
 
 import numpy as np
 import resume_jobs  # beside this file

@@ -36,7 +36,7 @@ def test_adapter_survives_the_way_there_and_back(stacked, tmp_path):
   adapted = adapted if stacked else adapted.unstack()
   lora.save_adapter(adapted, tmp_path / "adapter", base="somewhere")
   back = lora.load_adapter(model, tmp_path / "adapter")
-  np.testing.assert_array_equal(back(TOKENS)[0], adapted(TOKENS)[0])
+  np.testing.assert_array_equal(toys.logits(back, TOKENS), toys.logits(adapted, TOKENS))
   config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
   assert (config["r"], config["lora_alpha"]) == (4, 8.0)
   assert config["base_model_name_or_path"] == "somewhere"
@@ -223,7 +223,7 @@ def test_every_option_survives_the_way_there_and_back(name, stacked, tmp_path):
   adapted = widen(lora.apply(model, lora.LoraConfig(rank=3, **VARIANTS[name])))
   lora.save_adapter(adapted, tmp_path / "one")
   back = lora.load_adapter(model, tmp_path / "one")
-  np.testing.assert_array_equal(back(TOKENS)[0], adapted(TOKENS)[0])
+  np.testing.assert_array_equal(toys.logits(back, TOKENS), toys.logits(adapted, TOKENS))
   fields = ("lora_scale", "lora_dropout", "lora_rslora")
   want = lora_modules.adapted(adapted)
   for path, linear in lora_modules.adapted(back).items():
@@ -270,8 +270,14 @@ def test_an_adapter_of_some_layers_on_a_stacked_model(use_dora, tmp_path):
   adapted = widen(lora.apply(single, config))
   lora.save_adapter(adapted, tmp_path / "one")
   stacked = lora.load_adapter(toys.model(), tmp_path / "one")
-  assert checkpoints.relative(stacked(TOKENS)[0], adapted(TOKENS)[0]) < 1e-6
-  assert checkpoints.relative(single(TOKENS)[0], adapted(TOKENS)[0]) > 0.01
+  assert (
+    checkpoints.relative(toys.logits(stacked, TOKENS), toys.logits(adapted, TOKENS))
+    < 1e-6
+  )
+  assert (
+    checkpoints.relative(toys.logits(single, TOKENS), toys.logits(adapted, TOKENS))
+    > 0.01
+  )
   # A layer without an adapter gets none by training either.
   graph, params, rest = nnx.split(stacked, nnx.LoRAParam, ...)
   gradient = jax.grad(lambda p: jnp.var(nnx.merge(graph, p, rest)(TOKENS)[0]))(params)
@@ -284,7 +290,7 @@ def test_an_adapter_of_some_layers_on_a_stacked_model(use_dora, tmp_path):
   assert one.keys() == two.keys()
   assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in two.items()}
   again = lora.load_adapter(toys.model(), tmp_path / "two")
-  np.testing.assert_array_equal(again(TOKENS)[0], stacked(TOKENS)[0])
+  np.testing.assert_array_equal(again(TOKENS)[0], toys.logits(stacked, TOKENS))
   configs = config_of(tmp_path / "one"), config_of(tmp_path / "two")
   for config in configs:  # a stack has one scale: B has taken over the difference
     del config["alpha_pattern"]
@@ -333,8 +339,14 @@ def test_one_pair_for_each_expert(tmp_path):
     np.testing.assert_array_equal(value, state(adapted, nnx.LoRAParam)[path])
   merged = lora.merge(back)
   assert merged.layers.mlp.experts.gate_proj.kernel.shape == (2, 6, 16, 12)
-  assert checkpoints.relative(merged(TOKENS)[0], adapted(TOKENS)[0]) < 1e-5
-  assert checkpoints.relative(model(TOKENS)[0], adapted(TOKENS)[0]) > 1e-3
+  assert (
+    checkpoints.relative(toys.logits(merged, TOKENS), toys.logits(adapted, TOKENS))
+    < 1e-5
+  )
+  assert (
+    checkpoints.relative(toys.logits(model, TOKENS), toys.logits(adapted, TOKENS))
+    > 1e-3
+  )
 
 
 # Modules that are trained whole.
@@ -371,12 +383,12 @@ def test_whole_modules_survive_the_way_there_and_back(scored, stacked, tmp_path)
   assert written["modules_to_save"] == [*layers, "model.norm", "score"]
   assert written["task_type"] == "SEQ_CLS"
   back = lora.load_adapter(base, tmp_path / "adapter")
-  scores = adapted(TOKENS)[0]
-  np.testing.assert_array_equal(back(TOKENS)[0], scores)
+  scores = toys.logits(adapted, TOKENS)
+  np.testing.assert_array_equal(toys.logits(back, TOKENS), scores)
   assert np.abs(base(TOKENS)[0] - scores).max() > 0.1
   merged = lora.merge(back)
   assert not nnx.state(merged, nnx.LoRAParam)
-  np.testing.assert_allclose(merged(TOKENS)[0], scores, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(toys.logits(merged, TOKENS), scores, rtol=1e-4, atol=1e-5)
   with pytest.raises(ValueError, match="is trained whole"):
     backbone.reference_of(back)
 

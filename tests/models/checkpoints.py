@@ -13,10 +13,10 @@ NAMES = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/adapter")))
 
 
 def some_as_shipped(*shipped):
-  """All names; those of `shipped` are compiled with XLA's expensive passes, in CI. The
-  others are not (tests/conftest.py), which is quicker and may hide what these break."""
-  marks = [pytest.mark.slow, pytest.mark.ci]
-  return [pytest.param(n, marks=marks) if n in shipped else n for n in NAMES]
+  """All names; `shipped` ones run with the programs of users, see tests/world.py."""
+  return [
+    pytest.param(n, marks=pytest.mark.shipped) if n in shipped else n for n in NAMES
+  ]
 
 
 def expected(name):

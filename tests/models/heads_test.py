@@ -21,10 +21,10 @@ def leaves(model):
 def test_every_family_becomes_a_critic_and_comes_back(name, tmp_path):
   source = checkpoints.GOLDEN / name
   critic = AutoModel.from_pretrained(source, num_scores=2)
-  assert critic.lm_head is None and critic(TOKENS)[0].shape == (2, 6, 2)
-  hidden, _ = critic(TOKENS, return_hidden=True)
+  assert critic.lm_head is None and toys.logits(critic, TOKENS).shape == (2, 6, 2)
+  hidden = toys.logits(critic, TOKENS, return_hidden=True)
   want = np.asarray(hidden) @ np.asarray(critic.score.kernel[...])
-  np.testing.assert_allclose(critic(TOKENS)[0], want, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(toys.logits(critic, TOKENS), want, rtol=1e-4, atol=1e-5)
   save_pretrained(critic, tmp_path / "out", source=source)
   assert "score.weight" in checkpoints.tensors(tmp_path / "out")
   back = AutoModel.from_pretrained(tmp_path / "out")
@@ -36,7 +36,10 @@ def test_every_family_becomes_a_critic_and_comes_back(name, tmp_path):
 def test_scores_on_a_model_in_memory(mesh_fsdp8):
   model = lora.apply(AutoModel.from_config(toys.config(), mesh_fsdp8), toys_lora())
   critic = heads.with_scores(model, seed=3)
-  assert critic(TOKENS)[0].shape == (2, 6, 1) and model(TOKENS)[0].shape[-1] > 1
+  assert (
+    toys.logits(critic, TOKENS).shape == (2, 6, 1)
+    and toys.logits(model, TOKENS).shape[-1] > 1
+  )
   shared = leaves(model)
   for path, value in leaves(critic).items():
     if not path.startswith("score"):

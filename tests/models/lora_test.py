@@ -290,8 +290,7 @@ def test_dora_holds_the_norm_constant_in_the_gradient():
   assert checkpoints.relative(gradient["lora_magnitude"], plain.sum(0) / norm) < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.shipped
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_scan_and_remat_compute_the_same(use_dora):
   config = lora.LoraConfig(rank=3, use_dora=use_dora, dropout=0.2)

@@ -11,7 +11,7 @@ from tests.sft import trainers
   "lora_rank",
   [
     pytest.param(0, id="full"),
-    pytest.param(2, id="lora", marks=[pytest.mark.slow, pytest.mark.ci]),
+    pytest.param(2, id="lora", marks=pytest.mark.shipped),
   ],
 )
 def test_split_invariance(lora_rank, mesh_fsdp8, mesh_fsdp4_tp2):

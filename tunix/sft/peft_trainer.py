@@ -208,6 +208,13 @@ class PeftTrainer(BaseTrainer):
       return self._loss, self._loss
     return self._train_step, self._eval_step
 
+  def _losses_of(self, owner: type, loss: BatchLoss) -> tuple[BatchLoss, BatchLoss]:
+    """Returns `loss` for both steps, unless a subclass of `owner` replaces a step."""
+    steps = lambda kind: (kind._train_step, kind._eval_step)
+    if steps(type(self)) == steps(owner):
+      return loss, loss
+    return self._train_step, self._eval_step
+
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
     return aux
 

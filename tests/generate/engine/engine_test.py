@@ -165,7 +165,7 @@ def test_models_with_adapters_and_on_a_mesh(model):
 
 def logps_of(model, tokens):
   """Dense log-probs [T, V] after each token of a row."""
-  logits, _ = model(jnp.asarray(tokens)[None])
+  logits = toys.logits(model, np.asarray(tokens)[None])
   return np.asarray(jax.nn.log_softmax(logits[0].astype(jnp.float32)))
 
 

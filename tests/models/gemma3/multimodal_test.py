@@ -72,8 +72,7 @@ def test_images_by_row_and_prefill_into_a_cache(want):
   assert checkpoints.relative(valid(logits, want), expected) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.shipped
 def test_gradients(want):
   model, given = load(), arguments(want)
   graph, state = nnx.split(model)

@@ -53,7 +53,7 @@ def model():
 
 @functools.cache
 def logits():
-  return np.asarray(model()(TOKENS)[0])
+  return np.asarray(toys.logits(model(), TOKENS))
 
 
 def test_token_by_token_through_the_cache():
@@ -68,8 +68,10 @@ def test_token_by_token_through_the_cache():
 
 def test_packed_rows_are_rows_alone():
   segments = np.array([[1] * 5 + [2] * 5 + [0] * 2], np.int32)
-  got = np.asarray(model()(TOKENS[:1], segment_ids=segments)[0])
-  alone = [model()(TOKENS[:1, part])[0] for part in (slice(0, 5), slice(5, 10))]
+  got = np.asarray(toys.logits(model(), TOKENS[:1], segment_ids=segments))
+  alone = [
+    toys.logits(model(), TOKENS[:1, part]) for part in (slice(0, 5), slice(5, 10))
+  ]
   assert relative(got[:, :10], np.concatenate(alone, 1)) < 1e-5
 
 
@@ -77,7 +79,7 @@ def test_padding_at_the_left_changes_nothing():
   padded = np.concatenate([np.full((2, 3), 7, np.int32), TOKENS], 1)
   mask = np.ones_like(padded)
   mask[:, :3] = 0
-  got = model()(padded, attention_mask=visible(mask))[0]
+  got = toys.logits(model(), padded, attention_mask=visible(mask))
   assert relative(got[:, 3:], logits()) < 1e-5
 
 
@@ -87,7 +89,7 @@ def test_completions_of_one_prompt_do_not_see_each_other():
   got = np.asarray(model()(row, shared_prompt=layout)[0])
   assert relative(got[:, :8], logits()[:1, :8]) < 1e-5
   other = np.concatenate([TOKENS[0, :4], TOKENS[1, 4:8]])[None]
-  assert relative(got[:, 8:], model()(other)[0][:, 4:]) < 1e-5
+  assert relative(got[:, 8:], toys.logits(model(), other)[:, 4:]) < 1e-5
 
 
 def test_the_engine_and_the_padded_sampler_draw_what_dense_logits_say():

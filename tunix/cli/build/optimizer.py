@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ _MATRICES = ("kernel", "lora_a", "lora_b")
 
 
 class Arguments:
-  """Keyword arguments that can be compared by their types and values.
+  """Keyword arguments that are equal if they are equal JSON; others never are.
 
   Args:
     values: the arguments by name, as YAML has them.
@@ -39,8 +40,10 @@ class Arguments:
 
   def __init__(self, values: Mapping[str, Any]):
     self.values = dict(values)
-    # `repr` tells 1 from 1.0, which give other programs.
-    self._key = repr(sorted(self.values.items()))
+    try:  # the text tells 1 from 1.0, which give different programs
+      self._key: Any = json.dumps(self.values, sort_keys=True)
+    except TypeError:  # a function, which may have changed
+      self._key = object()
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, Arguments) and self._key == other._key

@@ -205,14 +205,7 @@ class DPOTrainer(PeftTrainer):
     )
 
   def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
-    own = type(self)
-    if (own._train_step, own._eval_step) != (
-      DPOTrainer._train_step,
-      PeftTrainer._eval_step,
-    ):
-      return super()._traced_losses()
-    step = self._configured_step()
-    return step, step
+    return self._losses_of(DPOTrainer, self._configured_step())
 
 
 def _scores(model: nnx.Module, batch: Any, shared_prompt: bool) -> PairScores:

@@ -29,6 +29,8 @@ from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.sft.shared_steps import Call
+from tunix.sft.train_step import BatchLoss
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
@@ -142,9 +144,7 @@ class KTOTrainer(PeftTrainer):
     self._reference: ReferenceModel = reference_for(
       "kto", model, ref_model, config.data_sharding_axis
     )
-    self._kto_loss: Callable[..., Any] = functools.partial(
-      kto.kto_loss, **config.loss_options
-    )
+    self._kto_loss: Callable[..., Any] = Call.of(kto.kto_loss, **config.loss_options)
     self._means: Callable[[dict[str, Any]], dict[str, Any]] = kto.kto_metrics
     options = config.text_options(tokenizer)
     self._tally = options.tally
@@ -212,25 +212,40 @@ class KTOTrainer(PeftTrainer):
     return completions.without_gradient(self._module, self._score, axes)
 
   def _score(self, model: nnx.Module, batch: Any) -> jax.Array:
-    return completion_logps(model, batch["rows"], SINGLE, shared=False)[:, 0]
+    return _logps(model, batch)
 
   def _train_step(
     self, model: nnx.Module, batch: Any
   ) -> tuple[WeightedSum, dict[str, Any]]:
-    loss = self._kto_loss(
-      self._score(model, batch),
-      batch["reference"],
-      batch["labels"],
-      batch["weights"],
-      kl=batch["kl"],
-    )
-    return weigh(loss, batch["weights"])
+    return _step(model, batch, loss=self._kto_loss)
+
+  def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
+    return self._losses_of(KTOTrainer, Call.of(_step, loss=self._kto_loss))
 
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
     return self._means(aux)
 
   def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
     return self._means(aux)
+
+
+def _logps(model: nnx.Module, batch: Any) -> jax.Array:
+  """Returns the log-probability of each completion, [B]."""
+  return completion_logps(model, batch["rows"], SINGLE, shared=False)[:, 0]
+
+
+def _step(
+  model: nnx.Module, batch: Any, *, loss: Callable[..., Any]
+) -> tuple[WeightedSum, dict[str, Any]]:
+  """Returns the loss of a micro-batch of completions, and its metrics."""
+  out = loss(
+    _logps(model, batch),
+    batch["reference"],
+    batch["labels"],
+    batch["weights"],
+    kl=batch["kl"],
+  )
+  return weigh(out, batch["weights"])
 
 
 _estimate = jax.jit(kto.kl_estimate)

@@ -22,6 +22,8 @@ from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.sft.shared_steps import Call
+from tunix.sft.train_step import BatchLoss
 from tunix.utils import checks
 
 __all__ = ["DataInput", "RewardConfig", "RewardTrainer", "TrainingInput"]
@@ -83,7 +85,7 @@ class RewardTrainer(PeftTrainer):
         "heads.with_scores(model) or AutoModel.from_pretrained(folder, num_scores=1)."
       )
     config = completions.checked_config(training_config, RewardConfig)
-    self._reward_loss: Callable[..., Any] = functools.partial(
+    self._reward_loss: Callable[..., Any] = Call.of(
       bradley_terry, centering=config.centering
     )
     self._reader = functools.partial(
@@ -111,8 +113,18 @@ class RewardTrainer(PeftTrainer):
   def _train_step(
     self, model: nnx.Module, batch: Any
   ) -> tuple[WeightedSum, dict[str, Any]]:
-    rewards = scoring.score_sequences(model, *completion_rows(batch["rows"], PAIR))
-    # Padding rows have arbitrary scores; their weight is 0.
-    pairs = rewards.reshape(-1, len(PAIR)).T
-    loss = self._reward_loss(*pairs, margin=batch.get("margins"))
-    return weigh(loss, jnp.asarray(batch["weights"]))
+    return _step(model, batch, loss=self._reward_loss)
+
+  def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
+    return self._losses_of(RewardTrainer, Call.of(_step, loss=self._reward_loss))
+
+
+def _step(
+  model: nnx.Module, batch: Any, *, loss: Callable[..., Any]
+) -> tuple[WeightedSum, dict[str, Any]]:
+  """Returns the loss of a micro-batch of pairs, and its metrics."""
+  rewards = scoring.score_sequences(model, *completion_rows(batch["rows"], PAIR))
+  # Padding rows have arbitrary scores; their weight is 0.
+  pairs = rewards.reshape(-1, len(PAIR)).T
+  out = loss(*pairs, margin=batch.get("margins"))
+  return weigh(out, jnp.asarray(batch["weights"]))
