@@ -12,6 +12,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tests import world
 from tunix.sft import train_step
 from tunix.utils import tree
 
@@ -47,7 +49,8 @@ class KillDrill:
   resumed: str = r"starts from step (\d+)"
 
   def start(self, folder: pathlib.Path) -> subprocess.Popen:
-    # The programs of the drill's nine processes are compiled once.
+    # The programs of the drill's nine processes are compiled once. A killed process may
+    # leave half a file, so they have a folder of their own.
     programs = {
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -137,8 +140,10 @@ class KillDrill:
 
   def check(self, tmp_path: pathlib.Path, *, random_kills: int, seed: int = 0) -> None:
     """The whole drill: SIGTERM, kills at random instants, one during a save."""
-    whole = tmp_path / "whole"
+    whole, kept = tmp_path / "whole", world.programs() / "drills"
+    _copy_missing(kept, tmp_path / "programs")
     assert self.finish(whole) == 0
+    _copy_missing(tmp_path / "programs", kept)
     expected = self.digest(whole)
     dice = random.Random(seed)
     plans: list[dict[str, Any]] = [{"signum": signal.SIGTERM}, {"in_save": True}]
@@ -152,6 +157,16 @@ class KillDrill:
       assert found.keys() == expected.keys() and not different, (
         f"after {plan}: {different} differ"
       )
+
+
+def _copy_missing(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copies the files of a folder that another folder lacks, each in one piece."""
+  target.mkdir(parents=True, exist_ok=True)
+  for file in source.iterdir() if source.exists() else ():
+    if not (target / file.name).exists():
+      partial = target / f"{file.name}.{os.getpid()}"
+      shutil.copyfile(file, partial)
+      partial.replace(target / file.name)
 
 
 def worker(job: str) -> Callable[[pathlib.Path], list[str]]:

@@ -8,6 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.cli import runs
 from tests.cli.train_preference_test import labelled, pairs
+from tunix.sft import shared_steps
 
 MESH = {"mesh": "{fsdp: 4, tp: 2}", "training__global_batch_size": 8}
 SHORT = {"rollout__max_prompt_length": 40, "rollout__max_tokens_to_generate": 4}
@@ -79,6 +80,7 @@ def keys(settings, files, model, eval_file):
 
 
 def train(keys, out, **more):
+  shared_steps.clear()  # as in a process of its own
   return runs.tunix("train", *runs.arguments(**(keys | {"output_dir": out} | more)))
 
 

@@ -71,6 +71,10 @@ def test_a_long_text_becomes_several_rows(example, text):
   assert tokens.count(tokenizer.encode(" word")[0]) == 24
 
 
+# The first of these tests to run pays for all of them.
+uses_runs = pytest.mark.long
+
+
 def one_device():
   return jax.make_mesh(
     (1, 1),
@@ -97,12 +101,14 @@ def runs(example, tmp_path_factory):
   }, folder
 
 
+@uses_runs
 def test_both_trainings_learn(runs):
   for out in runs[0].values():
     assert out["pretrained"][0] > 4 and out["pretrained"][-1] < 1.6
     assert out["lora"][-1] < 0.6 * out["lora"][0]
 
 
+@uses_runs
 def test_the_mesh_and_its_form_change_nothing(runs):
   for name in ("set_mesh", "with"):
     # Steps of Adam carry rounding along: the first are equal, the last nearly. The
@@ -113,6 +119,7 @@ def test_the_mesh_and_its_form_change_nothing(runs):
       np.testing.assert_allclose(got, want, rtol=0.1)
 
 
+@uses_runs
 def test_matrices_are_split(runs):
   model = runs[0]["set_mesh"]["model"]
   block = model.transformer_blocks[0]
@@ -121,6 +128,7 @@ def test_matrices_are_split(runs):
   assert shard(block.linear2.kernel[...]) == (32, 32)  # of 64 rows
 
 
+@uses_runs
 def test_attention_is_adapted_and_the_base_is_shared(runs):
   out = runs[0]["with"]
   adapters = nnx.to_flat_state(nnx.state(out["adapted"], nnx.LoRAParam))
@@ -129,6 +137,7 @@ def test_attention_is_adapted_and_the_base_is_shared(runs):
   assert len(adapters) == (6 + 1) * 2  # matrices of the block, output; A and B
 
 
+@uses_runs
 def test_the_texts_change_their_style(runs):
   out = runs[0]["one"]
   assert out["new"]["pretrained"] == 0 and out["new"]["lora"] > 0.2
@@ -146,5 +155,6 @@ def test_files_take_the_place_of_the_grammar(example, tmp_path):
   assert out["lora"][-1] < out["lora"][0]
 
 
+@uses_runs
 def test_a_profile_is_written(runs):
   assert list((runs[1] / "one" / "profile").rglob("*.xplane.pb"))

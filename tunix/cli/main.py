@@ -121,7 +121,9 @@ def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:
     module = _load(command)
     # After the import, because absl must create its logger first.
     quiet.enter_context(_quiet_orbax())
-    return module.main(argv) or 0
+    code = module.main(argv) or 0
+    sys.stdout.flush()  # here, where a reader that has gone away is no error
+    return code
   except BrokenPipeError:
     # The reader of the output has ended (`| head`), so nothing can be printed.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
