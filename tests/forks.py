@@ -215,7 +215,7 @@ def _become(task: dict[str, Any], fds: Sequence[int]) -> None:
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error.code, str):
       print(error.code, file=sys.stderr)
-  except BaseException:
+  except BaseException:  # as the interpreter: printed, and the status is 1
     import traceback
 
     traceback.print_exc()

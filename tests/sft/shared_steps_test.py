@@ -167,3 +167,21 @@ class Users:
 )
 def test_what_can_be_compared(value, expected):
   assert shared_steps.is_comparable(value) is expected
+
+
+@dataclasses.dataclass
+class Unhashable:
+  """A user's optimizer, an object with the two functions of optax."""
+
+  inner: object
+
+  def init(self, params):
+    return self.inner.init(params)
+
+  def update(self, updates, state, params=None):
+    return self.inner.update(updates, state, params)
+
+
+def test_an_optimizer_without_a_hash_trains():
+  first, _ = step(sft())
+  assert step(sft(tx=Unhashable(optimizers.sgd(0.1))))[0] == first

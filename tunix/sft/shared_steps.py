@@ -75,7 +75,8 @@ def shared(
     layout: a pytree of shardings, or None.
   """
   rest = () if tx is None else (tx, layout)
-  if not all(map(is_comparable, values)):
+  # A user's optimizer may be any object with `init` and `update`.
+  if not (_is_hashable(tx) and all(map(is_comparable, values))):
     return make(*values, *rest)
   leaves, structure = jax.tree.flatten(layout)
   return _kept(make, values, tx, tuple(leaves), structure)
