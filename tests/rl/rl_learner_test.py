@@ -588,6 +588,18 @@ def test_exact_scoring_makes_the_first_ratio_one():
   assert history[0] == 0.0 and history[1] > 0
 
 
+def test_the_first_ratio_is_one_at_any_temperature():
+  """The loss and the scores of the rollouts divide by the same temperature."""
+  learner = clusters.grpo(
+    {"num_iterations": 2, "epsilon": 1e-3}, rollout={"temperature": 0.5}
+  )
+  learner.train(clusters.prompts(1))
+  history = learner.rl_cluster.logger.get_metric_history(
+    "actor", "pg_clipfrac", "train"
+  )
+  assert history[0] == 0.0 and history[1] > 0
+
+
 def test_rewards_are_compared_each_by_itself(monkeypatch):
   """A reward in thousands leaves nothing of another one, unless they are decoupled."""
 

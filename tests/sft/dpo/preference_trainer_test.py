@@ -9,7 +9,7 @@ from flax import nnx
 from tests import drills, optimizers, toys, toys_text
 from tests.sft import trainers
 from tests.sft.dpo import preferences
-from tunix.models import lora
+from tunix.models import heads, lora
 from tunix.ops import preference
 from tunix.sft.dpo.dpo_trainer import (
   DPOTrainer,
@@ -17,9 +17,10 @@ from tunix.sft.dpo.dpo_trainer import (
   ORPOTrainer,
   ORPOTrainingConfig,
 )
-from tunix.sft.dpo.kto_trainer import KTOConfig
+from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
 from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
+from tunix.sft.dpo.reward_trainer import RewardTrainer
 from tunix.sft.utils import live_array_bytes
 from tunix.utils import tree
 
@@ -105,6 +106,23 @@ def test_a_loss_of_ones_own():
   gap -= preferences.logps(model, batch, "rejected")
   want = np.mean(2 * (gap - 1) ** 2)
   np.testing.assert_allclose(t.eval_step(batch)["loss"], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(preferences.CONFIGS), ids=lambda x: x.__name__)
+def test_a_subclass_that_replaces_the_step_trains_on_it(kind):
+  class Tripled(kind):
+    def _train_step(self, model, batch):
+      loss, aux = super()._train_step(model, batch)
+      return loss._replace(total=3 * loss.total), aux
+
+  batch = preferences.labelled() if kind is KTOTrainer else preferences.pairs()
+  losses = []
+  for each in (kind, Tripled):
+    made = {"ref": preferences.model(1)}
+    if kind is RewardTrainer:
+      made = {"policy": heads.with_scores(preferences.model())}
+    losses.append(preferences.trainer(kind=each, **made).eval_step(batch)["loss"])
+  np.testing.assert_allclose(losses[1], 3 * losses[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "simpo"])

@@ -70,8 +70,9 @@ def trainer(
 ) -> Any:
   """Plain SGD; keywords are the config's."""
   policy = model() if policy is None else policy
-  config = CONFIGS[kind](pbar_description=None, **options)
-  if kind is RewardTrainer:
+  known = next(x for x in CONFIGS if issubclass(kind, x))
+  config = CONFIGS[known](pbar_description=None, **options)
+  if known is RewardTrainer:
     return kind(policy, optimizers.sgd(0.1), config)
   return kind(policy, ref, optimizers.sgd(0.1), config)
 
