@@ -24,7 +24,15 @@ from tunix.rl.env.tools.results import ToolResult
 from tunix.utils import checks, processes
 
 Finish = Literal["ok", "timeout", "memory", "killed", "output_limit", "error"]
-PROTECTIONS = ("calls", "files", "network", "processes", "user")
+PROTECTIONS = (
+  "calls",
+  "files",
+  "network",
+  "outside",
+  "processes",
+  "signals",
+  "user",
+)
 
 # The monitor needs up to 5 s to kill processes; the rest is for its start on a machine
 # that is busy.
@@ -56,9 +64,10 @@ class JailSettings:
     readable: folders or files that the command may read, in addition to the system's
       programs and Python's packages.
     require: protections without which no command runs, of "calls" (a filter of system
-      calls), "files" (a root of its own), "network" (no network), "processes" (no view
-      of other processes, and none outlives the call) and "user" (rights of a user that
-      owns nothing).
+      calls), "files" (a root of its own), "network" (no network), "outside" (files and
+      memory outside are neither written nor, except programs, read), "processes" (no
+      view of other processes, and none outlives the call), "signals" (none to other
+      processes) and "user" (rights of a user that owns nothing).
     workers: number of commands that run at the same time; 0: the number of processors.
   """
 
@@ -185,10 +194,12 @@ class Jail:
     missing = sorted(wanted - {*result.protections})
     if missing and not self._has_warned:
       self._has_warned = True
+      also = " A command can end processes of this user." * ("signals" in missing)
       _log.warning(
-        "the jail runs without the protections %s, which this system does not give; "
-        "see docs/guides/tools.md",
+        "the jail runs without the protections %s, which this system does not give.%s "
+        "docs/guides/tools.md has what a command can then do, and `require` refuses it",
         ", ".join(missing),
+        also,
       )
 
 

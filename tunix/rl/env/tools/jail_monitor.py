@@ -6,7 +6,9 @@ new namespaces; init is process 1 there, so the kernel kills all processes of th
 when init ends. `jail_cell` has the entry, init and the command's setup.
 
 The monitor reads a request as JSON from its standard input and writes the result as
-JSON to its standard output.
+JSON to its standard output. It believes no process of the jail: it knows them from the
+kernel, as its descendants, and signals no others. What entry and init send is checked,
+and no process that a stranger's code can reach holds the descriptors for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tunix.rl.env.tools import jail_cell, jail_syscalls
@@ -29,6 +31,8 @@ _TICK_S = 0.05  # interval of the checks of memory and number of processes
 _KILL_S = 5.0
 _DRAIN_S = 1.0  # enough for full pipes, whose writers have ended
 _READ = 1 << 16
+_MOST_REPORTED = 1 << 16  # bytes
+_MOST_HELD = 256  # descriptors of processes
 # What Python, C++ and common tools print when memory cannot be had.
 _NO_MEMORY = ("MemoryError", "std::bad_alloc", "Cannot allocate memory")
 
@@ -41,24 +45,29 @@ def main() -> None:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-  """Runs a request of `jail.Jail` and returns the fields of its `JailResult`."""
+  """Runs a request of `jail.Jail` and returns the fields of its `JailResult`.
+
+  Raises:
+    ValueError: the setup of the jail reported something that it never reports.
+  """
   if sys.platform == "linux":
     # Processes whose parent ended become children of the monitor, which kills them.
     jail_syscalls.prctl(jail_syscalls.SUBREAPER, 1)
+    # Closes its memory and descriptors to processes of its user; a fork inherits it.
+    jail_syscalls.prctl(jail_syscalls.DUMPABLE, 0)
   with contextlib.suppress(PermissionError):
     # Only root may: hundreds of processes of a jail must not keep the monitor waiting.
     os.setpriority(os.PRIO_PROCESS, 0, -15)
-  stdout, stderr, report = (os.pipe() for _ in range(3))
+  pipes = [os.pipe() for _ in range(4)]
   start = time.monotonic()
   entry = os.fork()
   if entry == 0:
-    writers = (stdout[1], stderr[1], report[1])
-    jail_cell.enter(request, *writers)  # does not return
-  for _, writer in (stdout, stderr, report):
+    jail_cell.enter(request, *(writer for _, writer in pipes))  # does not return
+  for _, writer in pipes:
     os.close(writer)
-  watch = _Watch(request, entry, (stdout[0], stderr[0], report[0]))
+  watch = _Watch(request, entry, [reader for reader, _ in pipes])
   watch.follow(start + request["wall_s"])
-  _kill_all(watch)
+  _kill_all(entry)
   watch.drain()
   return watch.result(time.monotonic() - start)
 
@@ -66,13 +75,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 class _Watch:
   """The output and the state of a jail.
 
-  Attributes:
+  Args:
+    request: the request.
     entry: id of the entry, and of the process group of the jail.
+    pipes: descriptors of standard output, standard error, report and exit code.
   """
 
-  def __init__(self, request: dict[str, Any], entry: int, pipes: tuple[int, int, int]):
-    self.entry, self._request = entry, request
-    self._stdout, self._stderr, self._report = pipes
+  def __init__(self, request: dict[str, Any], entry: int, pipes: list[int]):
+    self._entry, self._request = entry, request
+    self._stdout, self._stderr, self._report, self._status = pipes
     self._texts = {pipe: bytearray() for pipe in pipes}
     self._room = request["output_bytes"]
     self._stop: tuple[str, str] | None = None  # finish and reason
@@ -84,7 +95,7 @@ class _Watch:
   def follow(self, deadline: float) -> None:
     """Returns when the command has ended or must be stopped."""
     check = time.monotonic() + _TICK_S
-    while self._stop is None and self._report in self._selector.get_map():
+    while self._stop is None and self._status in self._selector.get_map():
       now = time.monotonic()
       if now >= deadline:
         self._stop = "timeout", f"it ran longer than {self._request['wall_s']:g} s"
@@ -99,15 +110,9 @@ class _Watch:
     while self._selector.get_map() and self._read(0.0) and time.monotonic() < end:
       pass
 
-  def known(self) -> set[int]:
-    """Returns the ids of entry and init."""
-    return {self.entry, *(x["init"] for x in self._reports() if "init" in x)}
-
   def result(self, seconds: float) -> dict[str, Any]:
     """Returns the fields of a `JailResult`."""
-    facts: dict[str, Any] = {"code": None, "protections": [], "refused": []}
-    for line in self._reports():
-      facts |= line
+    facts = _facts(bytes(self._texts[self._report])) | {"code": self._exit_code()}
     stdout, stderr = (self._text(x) for x in (self._stdout, self._stderr))
     finish, reason = self._stop or _finish(facts, stderr, self._request)
     return {
@@ -128,8 +133,8 @@ class _Watch:
       data = os.read(key.fd, _READ)
       if not data:
         self._selector.unregister(key.fd)
-      elif key.fd == self._report:
-        self._texts[key.fd] += data
+      elif key.fd in (self._report, self._status):
+        self._texts[key.fd] += data[: _MOST_REPORTED - len(self._texts[key.fd])]
       else:
         self._keep(key.fd, data)
     return bool(events)
@@ -149,17 +154,46 @@ class _Watch:
     pids = set(itertools.islice(_descendants(os.getpid()), most + 1))
     if len(pids) > most:
       self._stop = "killed", f"it had more than {most - 2} processes"
-    elif sum(map(_own_memory, pids - self.known())) > memory:
+    elif sum(map(_own_memory, pids - self._setup())) > memory:
       self._stop = "memory", f"its processes used more than {memory} bytes"
 
-  def _reports(self) -> list[dict[str, Any]]:
-    lines = bytes(self._texts[self._report]).split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
+  def _setup(self) -> set[int]:
+    """Returns the ids of entry and init, which is the entry's only child."""
+    return {self._entry, *_children(self._entry)}
+
+  def _exit_code(self) -> int | None:
+    """Returns the exit code that init sent; None if it sent none.
+
+    Raises:
+      ValueError: it is no exit code.
+    """
+    text = self._texts[self._status]
+    code = int(text) if text else None
+    if code is not None and not -64 <= code <= 255:
+      raise ValueError(f"init sent the exit code {code}")
+    return code
 
   def _text(self, pipe: int) -> str:
     text = bytes(self._texts[pipe]).decode("utf-8", "replace")
     # The scratch folder has a random name where the jail has no root of its own.
     return text.replace(self._request["scratch"], jail_cell.WORK)
+
+
+def _facts(report: bytes) -> dict[str, Any]:
+  """Returns what the setup reported: {"protections", "refused"} and perhaps "error".
+
+  Raises:
+    ValueError: it is nothing that a setup reports.
+  """
+  facts: dict[str, Any] = {"protections": [], "refused": []}
+  for line in report.split(b"\n")[:-1]:
+    facts |= json.loads(line)
+  names = [*facts["protections"], *facts["refused"]]
+  texts = [*names, facts.get("error", "")]
+  known = {"protections", "refused", "error"}
+  if not facts.keys() <= known or not all(isinstance(x, str) for x in texts):
+    raise ValueError(f"the setup of the jail reported {facts}")
+  return facts
 
 
 def _finish(
@@ -192,13 +226,20 @@ def _descendants(pid: int) -> Iterator[int]:
   waiting = [pid]
   while waiting:
     parent = waiting.pop()
-    # A process may end at any moment; systems without /proc show none.
-    with contextlib.suppress(OSError):
-      for thread in os.listdir(f"/proc/{parent}/task"):
-        with open(f"/proc/{parent}/task/{thread}/children") as file:
-          children = [int(x) for x in file.read().split()]
-        yield from children
-        waiting += children
+    children = _children(parent)
+    yield from children
+    waiting += children
+
+
+def _children(pid: int) -> list[int]:
+  """Returns the ids of the children of a process, those that ended among them."""
+  children = []
+  # A process may end at any moment; systems without /proc show none.
+  with contextlib.suppress(OSError):
+    for thread in os.listdir(f"/proc/{pid}/task"):
+      with open(f"/proc/{pid}/task/{thread}/children") as file:
+        children += [int(x) for x in file.read().split()]
+  return children
 
 
 def _own_memory(pid: int) -> int:
@@ -211,25 +252,44 @@ def _own_memory(pid: int) -> int:
   return (int(resident) - int(of_files)) * resource.getpagesize()
 
 
-def _kill_all(watch: _Watch) -> None:
+def _kill_all(entry: int) -> None:
   """Kills all processes of the jail and waits for their ends."""
-  end = time.monotonic() + _KILL_S
+  end, own, has_entry = time.monotonic() + _KILL_S, os.getpid(), True
   while time.monotonic() < end:
-    # A fork fails while a signal to its group is pending, so this ends fork bombs.
-    _kill(os.killpg, watch.entry)
-    for pid in watch.known():
-      _kill(os.kill, pid)
+    if has_entry:
+      # A fork fails while a signal to its group is pending, so this ends fork bombs.
+      # The number is the group's as long as nobody has waited for the entry.
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(entry, signal.SIGKILL)
     # Processes that left the group. The children of an ended one are found next time.
-    for pid in _descendants(os.getpid()):
-      _kill(os.kill, pid)
-    try:
-      while os.waitpid(-1, os.WNOHANG) != (0, 0):
-        pass
-    except ChildProcessError:
-      return  # all have ended
+    _kill_descendants(own)
+    others = [pid for pid in _children(own) if pid != entry]
+    for pid in others:
+      os.waitpid(pid, os.WNOHANG)
+    if not has_entry and not others:
+      return
+    if not others:  # the children of the entry come to the monitor when it has ended
+      has_entry = os.waitpid(entry, os.WNOHANG) == (0, 0)
     time.sleep(0.002)
 
 
-def _kill(send: Callable[[int, int], None], pid: int) -> None:
-  with contextlib.suppress(ProcessLookupError, PermissionError):
-    send(pid, signal.SIGKILL)
+def _kill_descendants(own: int) -> None:
+  """Kills the descendants of this process, or many of them, if there are very many.
+
+  An id may change hands between a look and a signal; a descriptor of a process cannot.
+  """
+  held: dict[int, int] = {}
+  for pid in itertools.islice(_descendants(own), _MOST_HELD):
+    try:
+      held[pid] = os.pidfd_open(pid)
+    except ProcessLookupError:
+      continue
+    except OSError:  # a system without such descriptors, or no more of them
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+  ours = set(_descendants(own))
+  for pid, descriptor in held.items():
+    if pid in ours:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    os.close(descriptor)

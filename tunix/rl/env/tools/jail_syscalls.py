@@ -1,7 +1,7 @@
 """System calls of Linux that `jail_monitor` needs and Python 3.11 does not have.
 
-The file has namespaces, mounts, and a filter of system calls (seccomp). It imports only
-the standard library, because the monitor's process must start quickly.
+The file has namespaces, mounts, rights, and a filter of system calls (seccomp). It
+imports only the standard library, because the monitor's process must start quickly.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 # linux/prctl.h
 DIE_WITH_PARENT, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38
 _SECCOMP, _SECCOMP_FILTER = 22, 2
+_CAPABILITIES_3 = 0x20080522  # linux/capability.h, two words of 32 rights
 
 # Numbers of refused calls on (x86_64, aarch64). All of them have replacements that
 # code in a jail may use, or are for administrators.
@@ -100,6 +101,31 @@ def prctl(option: int, value: int) -> None:
     OSError: the kernel refuses.
   """
   _checked(_libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def call(number: int, *arguments: int | bytes) -> int:
+  """Calls the system by number and returns its answer.
+
+  Raises:
+    OSError: the kernel refuses.
+  """
+  values = [x if isinstance(x, bytes) else ctypes.c_long(x) for x in arguments]
+  result = _libc().syscall(ctypes.c_long(number), *values)
+  _checked(result, f"system call {number}")
+  return result
+
+
+def drop_rights() -> None:
+  """Gives up all of root's rights (capabilities), also for programs started later.
+
+  A process of user 0 keeps the right to files of user 0.
+
+  Raises:
+    OSError: the kernel refuses.
+  """
+  prctl(NO_NEW_PRIVILEGES, 1)  # a program of user 0 would get all rights again
+  header = struct.pack("Ii", _CAPABILITIES_3, 0)
+  _checked(_libc().capset(header, bytes(24)), "capset")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
