@@ -48,10 +48,9 @@ def trainer_for(job: str, folder: pathlib.Path) -> tuple[PeftTrainer, object, ob
   train, evaluation, tokenizer = chat_dataset(folder, packing="packed" in job)
   model = toys.model(
     vocab_size=tokenizer.vocab_size,
-    num_layers=4,
-    embed_dim=128,
-    hidden_dim=256,
-    head_dim=32,
+    embed_dim=64,
+    hidden_dim=128,
+    head_dim=16,
     lora_rank=4 if "lora" in job else 0,
   )
   config = TrainingConfig(
