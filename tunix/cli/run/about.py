@@ -39,6 +39,7 @@ def describe_run(
     _model(run, model),
     *(f"{name} data: {report}" for name, report in data.reports.items()),
     f"{job.batch(config)}; {steps}",
+    *data.padding,
     _devices(run),
     f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}"
     if keeps

@@ -80,6 +80,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
     mesh = mesh_axes.build(config.mesh, rows, length, devices)
   if jax.process_index() == 0:
     lock.check(folder.path)
+  config = folder.with_former(config)
   config, tokenizer, data = settle(config, folder.scans())
   processes.compare(config, data.fingerprints)
   rate = optimizer.build_schedule(config)
