@@ -1,5 +1,6 @@
 """The widths of rows in every job that trains on given records."""
 
+import itertools
 import json
 
 import pytest
@@ -44,9 +45,9 @@ def test_rows_follow_the_longest_record(long, job):
   data = built(keys)
   for part in (data.train, data.eval):
     assert set(shapes(part).values()) == {(4, 64)}
-  first, second = data.padding
-  assert first.startswith("train rows: 64 tokens, ") and "eval rows: 64 " in second
-  assert built(keys, data__pad_to="max_length").padding == []
+  assert str(data.widths["train"]).startswith("64 tokens, about ")
+  assert data.widths["eval"].lengths == (64,)
+  assert built(keys, data__pad_to="max_length").widths == {}
   for fixed in ({"data__pad_to": "max_length"}, {"data__packing": "true"}):
     data = built(keys, **fixed)
     for part in (data.train, data.eval):
@@ -64,7 +65,8 @@ def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
   data = built(keys)
   for part in (data.train, data.eval):
     assert shapes(part) == dict.fromkeys(fields, (4, 64))
-  assert "train rows: 64 tokens for the prompt and 64 for a" in data.padding[0]
+  said = str(data.widths["train"])
+  assert said == "64 tokens for the prompt and 64 for a completion"
   data = built(keys, data__pad_to="max_length")
   assert shapes(data.train) == dict.fromkeys(fields, (4, 512))
 
@@ -76,7 +78,7 @@ def test_rows_have_the_limit_where_records_were_not_scanned(long):
 def test_rows_of_a_cache_do_not_depend_on_other_records(long, tmp_path):
   keys = long | {"job": "distill", "distill__teacher": long["model__path"]}
   data = built(keys, distill__cache=tmp_path / "cache", distill__top_k=2)
-  assert set(shapes(data.train).values()) == {(4, 1024)} and data.padding == []
+  assert set(shapes(data.train).values()) == {(4, 1024)} and data.widths == {}
 
 
 def test_rows_divide_over_the_shards_of_their_tokens(long):
@@ -92,3 +94,39 @@ def test_the_start_of_a_run_and_the_first_batch_say_the_width(long, capsys):
   first = next(line for line in said.splitlines() if line.startswith("4 rows x 64 "))
   assert runs.tunix("data", "show", *runs.arguments(**long)) == 0
   assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_a_mixture_in_several_widths_goes_on_exactly(long, tmp_path):
+  """The last loss of a run cut in two is, bit by bit, that of one run."""
+  text = "The sea is wide. " * 20
+  small = tmp_path / "small.jsonl"
+  small.write_text(json.dumps({"text": text}) + "\n")
+  keys = long | {
+    "data__train": json.dumps([str(long["data__train"]), str(small)]),
+    "data__weights": "[7, 1]",
+    "data__max_length": 256,
+    "training__micro_batch_size": 2,
+  }
+  data = built(keys, training__max_steps=4)
+  assert len(data.widths["train"].lengths) > 1
+  first = [batch["input_tokens"].shape[1] for batch in itertools.islice(data.train, 8)]
+  assert first[::2] == first[1::2] and len(set(first)) > 1
+
+  def train(folder, **more):
+    made = keys | {"output_dir": tmp_path / folder} | more
+    assert runs.tunix("train", *runs.arguments(**made)) == 0
+    return runs.metrics(tmp_path / folder)
+
+  whole = train("whole")
+  train("parts", training__max_steps=2)
+  assert train("parts")[4] == whole[4]
+
+
+def test_short_rows_fit_the_positions_whatever_the_limit_is(long, capsys):
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**long)) == 0
+  assert "is beyond" not in capsys.readouterr().out
+  fixed = long | {"data__pad_to": "max_length"}
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**fixed)) == 0
+  assert "a row of 1024 tokens (data.max_length) is beyond the 256 pos" in (
+    capsys.readouterr().out
+  )

@@ -9,14 +9,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
-
 import tunix
-from tunix.cli.build import data_sources, environments, mesh as mesh_axes, rewards
+from tunix.cli.build import (
+  data_sources,
+  environments,
+  mesh as mesh_axes,
+  rewards,
+  widths as build_widths,
+)
 from tunix.cli.run import fingerprints
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
-from tunix.data import pipeline, widths
+from tunix.data import pipeline
 from tunix.data.mixture import Mixture
 from tunix.data.prompts import PromptBatches
 from tunix.data.records import (
@@ -29,6 +33,7 @@ from tunix.data.records import (
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source, layout_type
 from tunix.data.stored import Records
+from tunix.data.widths import Widths
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
@@ -94,8 +99,8 @@ class RunData:
     fingerprints: SHA-256 of files, tokenizer, chat template, models and reward
       functions.
     num_steps: optimizer steps until the run ends; None if not known in advance.
-    padding: lines about the widths of rows, for the user. Empty where settings alone
-      decide them.
+    widths: widths of the rows of "train" and "eval"; empty if only the settings decide
+      them.
   """
 
   train: Iterable[Any]
@@ -104,7 +109,7 @@ class RunData:
   scans: dict[str, dict[str, Any]]
   fingerprints: dict[str, str]
   num_steps: int | None
-  padding: list[str] = dataclasses.field(default_factory=list)
+  widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
 
 
 def open_records(config: RunSettings) -> dict[str, Records]:
@@ -189,6 +194,15 @@ def build_data(
   kept: dict[str, dict[int, Any]] = {}
   reports |= scan_records(config, tokenizer, unknown, kept)
   reports = {name: reports[name] for name in records}
+  chosen = {
+    name: build_widths.choose(
+      config,
+      _source(config, tokenizer, part),
+      reports[name],
+      training=name == "train",
+    )
+    for name, part in records.items()
+  }
   iterables = {
     name: batches(
       config,
@@ -196,7 +210,7 @@ def build_data(
       part,
       training=name == "train",
       kept=kept.get(name),
-      report=reports[name],
+      chosen=chosen[name],
     )
     for name, part in records.items()
   }
@@ -215,26 +229,8 @@ def build_data(
     },
     fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
-    padding=_describe_padding(config, tokenizer, records, reports),
+    widths={name: found for name, found in chosen.items() if found is not None},
   )
-
-
-def _describe_padding(
-  config: RunSettings,
-  tokenizer: TokenizerAdapter,
-  records: Mapping[str, Records],
-  reports: Mapping[str, Report],
-) -> list[str]:
-  """Returns a line about the widths of the rows of each part of the data."""
-  if not isinstance(config, StreamRun) or config.pad_to != "longest":
-    return []
-  lines = []
-  for name, report in reports.items():
-    layout = _source(config, tokenizer, records[name]).layout
-    bounded = widths.bounded(layout, report, _shards(config.mesh))
-    text = widths.describe(bounded, report)
-    lines.append(f"{name} rows: {text}")
-  return lines
 
 
 def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,7 +288,7 @@ def batches(
   training: bool,
   whole: bool = False,
   kept: Mapping[int, Any] | None = None,
-  report: Report | None = None,
+  chosen: Widths | None = None,
 ) -> Iterable[Any]:
   """Returns batches for training (shuffled, all epochs) or evaluation (one pass).
 
@@ -304,8 +300,7 @@ def batches(
     whole: True gives this process the whole of every batch, not its share. Batches of
       prompts are always whole.
     kept: rows of the prompts that a scan kept; None scans the prompts here.
-    report: report of the records' scan; None scans them here if rows follow their
-      lengths.
+    chosen: widths of the rows; None chooses them here, which scans the records.
   """
   if records.kind is PROMPT_ROWS:
     if kept is None:
@@ -326,18 +321,12 @@ def batches(
   if records.kind is SFT and isinstance(data, RowSettings):
     options |= {"packing": data.packing, "length_buckets": data.length_buckets}
   source = _source(config, tokenizer, records)
-  if config.pad_to == "longest":
-    report = scan(source, data.scan_limit) if report is None else report
-    layout = widths.bounded(source.layout, report, _shards(config.mesh))
-    source = dataclasses.replace(source, layout=layout)
+  chosen = chosen or build_widths.choose(config, source, None, training=training)
+  if chosen is not None:
+    source = dataclasses.replace(source, layout=chosen.layout)
+    options["widths"] = chosen.lengths
+    options["batches_per_step"] = config.training.micro_batches if training else 1
   return pipeline.build_batches(source, **options)
-
-
-def _shards(mesh: Mapping[str, int]) -> int:
-  """Returns a number of shards that the tokens of a row must divide over."""
-  shards = mesh.get("cp", 1)
-  # -1 is one of the divisors of the number of devices.
-  return jax.device_count() if shards == -1 else shards
 
 
 def _prompt_batches(

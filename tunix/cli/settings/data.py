@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tunix.data import files, mixture
-from tunix.data.rows import OneRow, check_buckets
+from tunix.data.rows import OneRow, check_lengths
 from tunix.generate import chat_template
 from tunix.utils import checks
 from tunix.utils.setting import setting
@@ -88,11 +88,12 @@ class StreamSettings(DataSettings):
     scan_limit: records that are tokenized and checked before the training; null: all of
       them.
     num_threads: threads that tokenize ahead; 0: none. Batches do not depend on it.
-    pad_to: longest makes rows as long as the longest record, rounded up to a multiple
-      of 64 tokens and never longer than data.max_length, if the scan sees all records;
-      with max_length every row has data.max_length tokens. It changes memory, speed and
-      last bits, not results. null: longest. data.packing and data.length_buckets have
-      row lengths of their own.
+    pad_to: longest pads the rows of a step to the longest of them, rounded up to one of
+      at most four lengths. These are chosen from the lengths that the scan saw; if it
+      did not see all records, there is one, data.max_length. Prompts with completions
+      have one length each. max_length pads every row to data.max_length. It changes
+      memory, speed and last bits, not results. null: longest. data.packing and
+      data.length_buckets have row lengths of their own.
   """
 
   scan_limit: int | None = setting(None, may_change=True)
@@ -149,7 +150,7 @@ class RowSettings(StreamSettings):
   def __post_init__(self):
     super().__post_init__()
     OneRow(max_length=self.max_length)  # its constructor checks the range
-    check_buckets(self.length_buckets, self.max_length)
+    check_lengths("length_buckets", self.length_buckets, self.max_length)
     if self.length_buckets and self.packing:
       raise ValueError(
         f"length_buckets is {list(self.length_buckets)} and data.packing is true, "
