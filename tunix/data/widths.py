@@ -20,7 +20,7 @@ from tunix.data.rows import SideBySide
 from tunix.data.scan import UNIT, Report
 
 MOST = 4
-_SAVES = 0.05  # share of the tokens that a further width must save
+_SAVES = 0.08  # share of the tokens that a further width must save
 _MUCH = 1 / 3  # share of padding that is worth a remedy
 _CANDIDATES = 256  # lengths that are considered
 
