@@ -39,7 +39,6 @@ def test_what_init_writes_passes_a_dry_run(job, model, tmp_path, monkeypatch, ca
   labelled = [COMPLETION | {"label": good} for good in (True, False)]
   records = labelled if job == "kto" else [RECORDS.get(job, PAIR)] * 2
   data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
-  # Rows of 1,024 tokens are beyond the toy's positions, and told in a note.
   keys = {"model__path": model, "data__train": data, "output_dir": tmp_path / "out"}
   if job == "distill":
     keys["distill__teacher"] = model

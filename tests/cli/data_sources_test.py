@@ -174,6 +174,14 @@ def test_places_are_written_out(tmp_path, monkeypatch):
       {"data__length_buckets": "[20]", "data__packing": "true"},
       "data.length_buckets is .20. and data.packing is true",
     ),
+    (
+      {"data__packing": "true", "data__pad_to": "longest"},
+      "data.pad_to is 'longest' and data.packing is set",
+    ),
+    (
+      {"data__length_buckets": "[20]", "data__pad_to": "longest"},
+      "data.pad_to is 'longest' and data.length_buckets is set",
+    ),
   ],
 )
 def test_wrong_settings_are_refused(settings, tmp_path, more, message):

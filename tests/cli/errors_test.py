@@ -276,5 +276,5 @@ def test_errors_of_the_system_have_no_number(capsys, monkeypatch):
 
 
 def test_rows_that_memory_cannot_hold(refused):
-  error = refused(data__max_length=10**9)
+  error = refused(data__max_length=10**9, data__pad_to="max_length")
   assert "data.max_length is 1000000000" in error

@@ -202,6 +202,31 @@ def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
   assert scanned == ["train.jsonl", "eval.jsonl"]
 
 
+# Defaults that have changed.
+
+
+def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
+  """Rows were `data.max_length` wide before there was data.pad_to."""
+  out = tmp_path / "out"
+  long = begun | {"data__max_length": 128, "output_dir": out}
+  assert train(long, data__pad_to="max_length") == 0
+  text = (out / "config.yaml").read_text()
+  (out / "config.yaml").write_text(text.replace("  pad_to: max_length\n", ""))
+
+  def shapes(**more):
+    data = check(long, training__max_steps=3, **more)
+    first = next(iter(data.train)), *data.eval
+    return {batch["input_tokens"].shape for batch in first}
+
+  assert shapes() == {(4, 128)}
+  assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
+  with pytest.raises(ValueError, match="pad_to was 'max_length' and is 'longest'"):
+    shapes(data__pad_to="longest")
+  # A run that is begun now keeps its own.
+  assert train(long | {"output_dir": tmp_path / "new"}) == 0
+  assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
+
+
 # Going on after the end.
 
 

@@ -30,6 +30,7 @@ BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
 # Values for keys where one made of the type would be refused.
 VALUES = {
   "data.length_buckets": [64],
+  "data.pad_to": "max_length",
   "data.columns": {"prompt": "question"},
   "seed": 5,
   "model.name": "qwen3_0p6b",
@@ -262,7 +263,8 @@ def test_folders_of_before_resume(file, tmp_path):
   # The command left these sections out: its folder said `{}` of them, and a file that
   # says so now asks for their defaults.
   (tmp_path / "given.yaml").write_text(yaml.dump(_without_empty(file)))
-  config = settle_values(config_lib.load([str(tmp_path / "given.yaml")]), None)
+  given = config_lib.load([str(tmp_path / "given.yaml")])
+  config = settle_values(folder.with_former(given), None)
   folder.check_resume(config, {})
   # What is written now says the same as what was written before.
   (tmp_path / "now.yaml").write_text(config_lib.dump(config))

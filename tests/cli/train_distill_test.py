@@ -179,6 +179,14 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ({"rollout__temperature": 0.5}, "rollout.temperature is 0.5 and distill.on_policy"),
     ({"rollout__min_p": 0.5}, "it belongs to the jobs grpo and ppo"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
+    (
+      ON_POLICY | {"data__pad_to": "longest"},
+      "data.pad_to is 'longest' and distill.on_policy_fraction is 0.5",
+    ),
+    (
+      {"data__pad_to": "longest", "distill__cache": "x"},
+      "data.pad_to is 'longest' and distill.cache is '",
+    ),
     (ON_POLICY | {"distill__on_policy_fraction": 2}, "on_policy_fraction is 2.0"),
     (
       ON_POLICY | {"rollout__max_tokens_to_generate": 4},

@@ -5,6 +5,8 @@ record goes into the shortest bucket that it fits, and each bucket is cut into b
 Records that do not fill a batch move into the next longer bucket. Therefore all batches
 except the last one are full, a record stays within its window, and a batch has one of a
 few shapes. Each shape compiles one program.
+
+`batch_steps` keeps all records in their order, and pads each step by its longest one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from grain.experimental import FlatMapIterDataset
 
 from tunix.data import rows
 from tunix.data.rows import OneRow, Row
+from tunix.utils import checks
 
 # Batches in a window. More batches move fewer rows into longer buckets, but a window is
 # held in memory.
@@ -50,11 +53,48 @@ def batch(
   Raises:
     ValueError: the lengths do not ascend, or are not from 2 to `max_length`.
   """
-  rows.check_buckets(lengths, max_length)
+  rows.check_lengths("length_buckets", lengths, max_length)
   every = [length for length in lengths if length < max_length] + [max_length]
-  cut = _Cut(every, batch_size, pad_id, first, count)
+  cut = _Cut(_Stack(every, pad_id, first, count), batch_size)
   windows = stream.batch(batch_size * WINDOW, drop_remainder=False, batch_fn=list)
   return FlatMapIterDataset(windows, cut)
+
+
+def batch_steps(
+  stream: grain.IterDataset,
+  widths: Sequence[int],
+  batch_size: int,
+  batches_per_step: int,
+  *,
+  max_length: int,
+  pad_id: int,
+  first: int,
+  count: int,
+) -> grain.IterDataset:
+  """Returns batches in the form of `OneRow.stack`, int32 [count, W].
+
+  W is one of `widths` or `max_length`, the same for all batches of a step.
+
+  Args:
+    stream: elements {"input_tokens", "input_mask"} of at most `max_length` tokens.
+    widths: ascending lengths of rows; `max_length` is always the last.
+    batch_size: rows of a batch over all processes.
+    batches_per_step: batches of a step.
+    max_length: tokens of the longest row.
+    pad_id: token id of padding.
+    first, count: range of rows of this process.
+
+  Raises:
+    ValueError: the widths do not ascend, or are not from 2 to `max_length`.
+  """
+  checks.number("batches_per_step", batches_per_step, checks.COUNT, whole=True)
+  rows.check_lengths("widths", widths, max_length)
+  every = [width for width in widths if width < max_length] + [max_length]
+  cut_step = _CutStep(_Stack(every, pad_id, first, count), batch_size, batches_per_step)
+  steps = stream.batch(
+    batch_size * batches_per_step, drop_remainder=False, batch_fn=list
+  )
+  return FlatMapIterDataset(steps, cut_step)
 
 
 def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -82,28 +122,55 @@ def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list
   return sorted(batches, key=lambda batch: batch[-1]) + ([left] if left else [])
 
 
-class _Cut(grain.experimental.FlatMapTransform):
-  """Maps the elements of a window to its batches."""
+class _Stack:
+  """Stacks elements in rows of the shortest length that holds them.
 
-  max_fan_out = WINDOW
+  Args:
+    lengths: ascending lengths of rows; the last holds every element.
+    pad_id: token id of padding.
+    first, count: range of rows of this process.
+  """
 
-  def __init__(
-    self, lengths: list[int], batch_size: int, pad_id: int, first: int, count: int
-  ):
-    self._lengths, self._size, self._pad_id = lengths, batch_size, pad_id
+  def __init__(self, lengths: Sequence[int], pad_id: int, first: int, count: int):
+    self.lengths, self._pad_id = lengths, pad_id
     self._part: dict[str, Any] = {"first": first, "count": count, "pad_id": pad_id}
 
-  def flat_map(self, element: list[Row]) -> list[Row]:
-    tokens = [len(row["input_tokens"]) for row in element]
-    return [
-      self._stacked([element[i] for i in members], max(tokens[i] for i in members))
-      for members in cut(tokens, self._lengths, self._size)
-    ]
-
-  def _stacked(self, elements: list[Row], longest: int) -> Row:
-    length = self._lengths[bisect.bisect_left(self._lengths, longest)]
+  def __call__(self, elements: Sequence[Row], longest: int) -> Row:
+    """Returns a batch whose rows hold `longest` tokens."""
+    length = self.lengths[bisect.bisect_left(self.lengths, longest)]
     padded = [
       rows.pad_row(element, max_length=length, pad_id=self._pad_id)
       for element in elements
     ]
     return OneRow(max_length=length).stack(padded, **self._part)
+
+
+class _Cut(grain.experimental.FlatMapTransform):
+  """Maps the elements of a window to its batches."""
+
+  max_fan_out = WINDOW
+
+  def __init__(self, stack: _Stack, batch_size: int):
+    self._stack, self._size = stack, batch_size
+
+  def flat_map(self, element: list[Row]) -> list[Row]:
+    tokens = [len(row["input_tokens"]) for row in element]
+    return [
+      self._stack([element[i] for i in members], max(tokens[i] for i in members))
+      for members in cut(tokens, self._stack.lengths, self._size)
+    ]
+
+
+class _CutStep(grain.experimental.FlatMapTransform):
+  """Maps the elements of a step to its batches, in their order."""
+
+  def __init__(self, stack: _Stack, batch_size: int, batches_per_step: int):
+    self._stack, self._size = stack, batch_size
+    self.max_fan_out = batches_per_step
+
+  def flat_map(self, element: list[Row]) -> list[Row]:
+    longest = max(len(row["input_tokens"]) for row in element)
+    return [
+      self._stack(element[start : start + self._size], longest)
+      for start in range(0, len(element), self._size)
+    ]

@@ -52,8 +52,9 @@ def build_dataset(
     chat: True treats plain-text prompts as user turns of a chat. None does so if the
       tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
-    **options: further arguments of `build_batches`: packing, length_buckets, shuffle,
-      seed, num_epochs, process_index, process_count, num_threads.
+    **options: further arguments of `build_batches`: packing, length_buckets, widths,
+      batches_per_step, shuffle, seed, num_epochs, process_index, process_count,
+      num_threads.
 
   Raises:
     ValueError: an argument is out of range. The iteration raises ValueError for records
@@ -77,6 +78,8 @@ def build_batches(
   batch_size: int,
   packing: bool = False,
   length_buckets: Sequence[int] = (),
+  widths: Sequence[int] = (),
+  batches_per_step: int = 1,
   shuffle: bool = True,
   seed: int = 0,
   num_epochs: int | None = 1,
@@ -100,6 +103,12 @@ def build_batches(
     packing: if True, a row holds several examples. Only for the layout `OneRow`.
     length_buckets: row lengths below `max_length`, see `tunix.data.buckets`. With (),
       every row has `max_length` tokens. Only for the layout `OneRow`.
+    widths: row lengths below `max_length`, see `tunix.data.widths`. The batches of a
+      step get the smallest of these, or `max_length`, that holds their longest record.
+      Order and records stay. With (), every row has `max_length` tokens. Only for the
+      layout `OneRow`, without packing and length_buckets.
+    batches_per_step: consecutive batches that share a width: the micro-batches of an
+      optimizer step.
     shuffle: if True, every epoch has a new order, determined by `seed`.
     seed: 0 to 2**32 - 1.
     num_epochs: number of passes over the records; None never ends.
@@ -113,6 +122,18 @@ def build_batches(
     ValueError: an argument is out of range. The iteration raises ValueError for records
       that cannot be trained on, and names their place.
   """
+  ways = {"length_buckets": length_buckets, "packing": packing, "widths": widths}
+  given = [name for name, value in ways.items() if value]
+  if given and not isinstance(source.layout, OneRow):
+    raise ValueError(
+      f"{given[0]} {'is' if given[0] == 'packing' else 'are'} set; expected only for "
+      "fine-tuning records (layout OneRow). Leave it out"
+    )
+  if len(given) > 1:
+    raise ValueError(
+      f"{given[0]} and {given[1]} are both set; expected one of them, because each "
+      "decides the lengths of rows. Leave one of them out"
+    )
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
@@ -120,21 +141,14 @@ def build_batches(
   if isinstance(source.layout, OneRow):
     lengths = {"max_length": source.layout.max_length, "pad_id": source.pad_id}
     if length_buckets:
-      if packing:
-        raise ValueError(
-          "length_buckets and packing are both set; expected one of them, because "
-          "packed rows are full already. Leave one of them out"
-        )
       return buckets.batch(stream, length_buckets, batch_size, **lengths, **part)
+    if widths:
+      sizes = batch_size, batches_per_step
+      return buckets.batch_steps(stream, widths, *sizes, **lengths, **part)
     if packing:
       stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
     else:
       stream = stream.map(functools.partial(rows.pad_row, **lengths))
-  elif packing or length_buckets:
-    name = "packing is" if packing else "length_buckets are"
-    raise ValueError(
-      f"{name} set; expected only for fine-tuning records (layout OneRow). Leave it out"
-    )
   stack = functools.partial(source.stack, **part)
   return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
 

@@ -222,8 +222,13 @@ def columns(
   return batch
 
 
-def check_buckets(lengths: Sequence[int], max_length: int) -> None:
-  """Refuses invalid lengths of buckets.
+def check_lengths(name: str, lengths: Sequence[int], max_length: int) -> None:
+  """Refuses invalid lengths of rows.
+
+  Args:
+    name: name of the lengths, for the message.
+    lengths: the lengths.
+    max_length: largest length.
 
   Raises:
     ValueError: the lengths do not ascend, or are not from 2 to `max_length`.
@@ -231,7 +236,7 @@ def check_buckets(lengths: Sequence[int], max_length: int) -> None:
   ascending = all(a < b for a, b in itertools.pairwise(lengths))
   if not ascending or not all(2 <= length <= max_length for length in lengths):
     raise ValueError(
-      f"length_buckets {list(lengths)}: expected ascending lengths from 2 to "
+      f"{name} {list(lengths)}: expected ascending lengths from 2 to "
       f"max_length {max_length}"
     )
 

@@ -6,7 +6,8 @@ A scan renders and tokenises one record at a time and keeps counts only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.data import forms
@@ -23,6 +24,8 @@ from tunix.data.records import (
 )
 from tunix.data.source import Source
 from tunix.utils import checks
+
+UNIT = 64  # tokens of a step of `Report.lengths`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class Report:
     mixed: one line for each part of a weighted mixture.
     forms: names of other libraries whose forms the records have.
     blank: number of fine-tuning records with an empty answer, which are kept.
+    lengths: by limited part, how many kept records have at most 64 tokens after
+      cutting, how many 65 to 128, and so on in steps of `UNIT`.
   """
 
   kind: str
@@ -68,6 +73,7 @@ class Report:
   mixed: Sequence[str] = ()
   forms: Sequence[str] = ()
   blank: int = 0
+  lengths: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
   @property
   def longest_prompt(self) -> int:
@@ -147,6 +153,7 @@ def scan(
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
   counts: dict[str, int] = dict.fromkeys((*names, "desirable", "blank"), 0)
   longest: dict[str, tuple[int, int]] = {}
+  lengths: dict[str, Counter[int]] = defaultdict(Counter)  # {part: {tokens: records}}
   extra, libraries = None, set()
   for index in indices:
     libraries |= _library(source, index)
@@ -159,8 +166,11 @@ def scan(
     fitted = source.fit(rendered, index)
     for name, count in _counts(source, rendered, fitted, index).items():
       counts[name] += count
-      if name == "kept" and kept is not None and fitted is not None:
-        kept[index] = source.layout.element(fitted)
+      if name == "kept" and fitted is not None:
+        for what, length in source.layout.lengths(fitted).items():
+          lengths[what][length] += 1
+        if kept is not None:
+          kept[index] = source.layout.element(fitted)
   if not counts["kept"]:
     raise ValueError(source.none_left(len(indices)))
   desirable = counts.pop("desirable")
@@ -174,6 +184,7 @@ def scan(
     desirable=desirable if source.kind.name == "labelled" else None,
     mixed=describe(source.records),
     forms=sorted(libraries),
+    lengths={what: _histogram(tokens) for what, tokens in lengths.items()},
   )
   if source.kind is not PROMPT_ROWS:
     return Report(**fields)
@@ -206,6 +217,14 @@ def _counts(
     "desirable": int(bool(fitted.extra.get("label", False))),
     "blank": int(source.kind is SFT and _is_blank(source, index)),
   }
+
+
+def _histogram(lengths: Mapping[int, int]) -> list[int]:
+  """Returns the counts of `Report.lengths` from {tokens: records}."""
+  counts = [0] * max(1, -(-max(lengths) // UNIT))
+  for length, records in lengths.items():
+    counts[max(0, length - 1) // UNIT] += records
+  return counts
 
 
 def _is_blank(source: Source, index: int) -> bool:

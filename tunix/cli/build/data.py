@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tunix
-from tunix.cli.build import data_sources, environments, mesh as mesh_axes, rewards
+from tunix.cli.build import (
+  data_sources,
+  environments,
+  mesh as mesh_axes,
+  rewards,
+  widths as build_widths,
+)
 from tunix.cli.run import fingerprints
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
@@ -27,6 +33,7 @@ from tunix.data.records import (
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source, layout_type
 from tunix.data.stored import Records
+from tunix.data.widths import Widths
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
@@ -92,6 +99,8 @@ class RunData:
     fingerprints: SHA-256 of files, tokenizer, chat template, models and reward
       functions.
     num_steps: optimizer steps until the run ends; None if not known in advance.
+    widths: widths of the rows of "train" and "eval"; empty if only the settings decide
+      them.
   """
 
   train: Iterable[Any]
@@ -100,6 +109,7 @@ class RunData:
   scans: dict[str, dict[str, Any]]
   fingerprints: dict[str, str]
   num_steps: int | None
+  widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
 
 
 def open_records(config: RunSettings) -> dict[str, Records]:
@@ -184,9 +194,23 @@ def build_data(
   kept: dict[str, dict[int, Any]] = {}
   reports |= scan_records(config, tokenizer, unknown, kept)
   reports = {name: reports[name] for name in records}
+  chosen = {
+    name: build_widths.choose(
+      config,
+      _source(config, tokenizer, part),
+      reports[name],
+      training=name == "train",
+    )
+    for name, part in records.items()
+  }
   iterables = {
     name: batches(
-      config, tokenizer, part, training=name == "train", kept=kept.get(name)
+      config,
+      tokenizer,
+      part,
+      training=name == "train",
+      kept=kept.get(name),
+      chosen=chosen[name],
     )
     for name, part in records.items()
   }
@@ -205,6 +229,7 @@ def build_data(
     },
     fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
+    widths={name: found for name, found in chosen.items() if found is not None},
   )
 
 
@@ -263,6 +288,7 @@ def batches(
   training: bool,
   whole: bool = False,
   kept: Mapping[int, Any] | None = None,
+  chosen: Widths | None = None,
 ) -> Iterable[Any]:
   """Returns batches for training (shuffled, all epochs) or evaluation (one pass).
 
@@ -274,6 +300,7 @@ def batches(
     whole: True gives this process the whole of every batch, not its share. Batches of
       prompts are always whole.
     kept: rows of the prompts that a scan kept; None scans the prompts here.
+    chosen: widths of the rows; None chooses them here, which scans the records.
   """
   if records.kind is PROMPT_ROWS:
     if kept is None:
@@ -293,7 +320,13 @@ def batches(
   }
   if records.kind is SFT and isinstance(data, RowSettings):
     options |= {"packing": data.packing, "length_buckets": data.length_buckets}
-  return pipeline.build_batches(_source(config, tokenizer, records), **options)
+  source = _source(config, tokenizer, records)
+  chosen = chosen or build_widths.choose(config, source, None, training=training)
+  if chosen is not None:
+    source = dataclasses.replace(source, layout=chosen.layout)
+    options["widths"] = chosen.lengths
+    options["batches_per_step"] = config.training.micro_batches if training else 1
+  return pipeline.build_batches(source, **options)
 
 
 def _prompt_batches(

@@ -41,12 +41,13 @@ def _build(run: Loaded) -> PeftTrainer:
 
 def rows(config: Any) -> str:
   """Describes the batch of a step in words."""
-  sizes = config.training
-  packed = ", packed" if config.data.packing else ""
-  return (
-    f"batches: {sizes.global_batch_size} x {config.data.max_length} tokens{packed}, "
-    f"in {sizes.micro_batches} micro-batches"
-  )
+  sizes, length = config.training, config.data.max_length
+  rows = f"{sizes.global_batch_size} x {length} tokens"
+  if config.data.packing:
+    rows += ", packed"
+  elif config.pad_to == "longest" or config.data.length_buckets:
+    rows = f"{sizes.global_batch_size} rows of at most {length} tokens"
+  return f"batches: {rows}, in {sizes.micro_batches} micro-batches"
 
 
 row_length = length_of("data", "max_length")

@@ -39,17 +39,18 @@ def describe_run(
     _model(run, model),
     *(f"{name} data: {report}" for name, report in data.reports.items()),
     f"{job.batch(config)}; {steps}",
+    *(f"{name} rows: {widths}" for name, widths in data.widths.items()),
     _devices(run),
     f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}"
     if keeps
     else "nothing is written: no output_dir is given",
     *_unusual(run, model),
   ]
-  positions, (key, length) = model.config.max_position, job.length(config)
+  positions, (key, length) = model.config.max_position, run.row_length
   if positions is not None and length > positions:
     lines.append(
-      f"note: {key} {length} is beyond the {positions} positions that the model was "
-      "made for"
+      f"note: a row of {length} tokens ({key}) is beyond the {positions} positions "
+      "that the model was made for"
     )
   return "\n".join(lines + job.notes(config, data))
 

@@ -22,6 +22,10 @@ _HEADER = (
   "# Every key of this run as it was used; pass it to --config to run the same.\n"
 )
 
+# Keys that older versions did not have, with the values that stand for what they did.
+# A run whose config.yaml lacks such a key resumes with this value.
+_FORMER = {"data.pad_to": "max_length"}
+
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
   """Refuses a folder that cannot be created or written; changes nothing.
@@ -152,12 +156,23 @@ class RunFolder:
         f"{self.path} has no config.yaml: give the output_dir of a `tunix train`"
       )
     name = str(self.config_file)
-    config = config_lib.from_layers([(name, _known(yaml_text.read_file(name)))])
+    written = _known(yaml_text.read_file(name))
+    config = _with_former(config_lib.from_layers([(name, written)]), written)
     if config.lora is None or config.lora.modules_to_save is not None:
       return config
     # The folder is older than this key: then only adapters were trained.
     bare = dataclasses.replace(config.lora, modules_to_save=())
     return dataclasses.replace(config, lora=bare)
+
+  def with_former(self, config: RunSettings) -> RunSettings:
+    """Returns settings with the defaults that the run in the folder began with.
+
+    They apply to keys that are null in `config`, if the version that began the run did
+    not have them. A folder without checkpoints changes nothing.
+    """
+    if not self.steps() or not self.config_file.is_file():
+      return config
+    return _with_former(config, yaml_text.read_file(str(self.config_file)))
 
   def start(
     self,
@@ -291,6 +306,22 @@ def _changeable(config: RunSettings) -> set[str]:
   known = keys.of_config(config)
   free = [key for key, entry in known.items() if entry.facts.may_change]
   return {key for key in known for f in free if f"{key}.".startswith(f"{f}.")}
+
+
+def _with_former(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
+  """Returns settings with the values of `_FORMER` for null keys that a file lacks.
+
+  Args:
+    config: the settings.
+    written: nested values of the config.yaml of a folder.
+  """
+  values = keys.flatten(config)
+  for dotted, value in _FORMER.items():
+    section, _, name = dotted.partition(".")
+    is_null = dotted in values and values[dotted] is None
+    if is_null and name not in (written.get(section) or {}):
+      config = keys.with_value(config, dotted, value)
+  return config
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,13 @@ class Prepared:
   optimizer: optax.GradientTransformation
   learning_rate: float | Schedule
 
+  @property
+  def row_length(self) -> tuple[str, int]:
+    """The keys that limit the length of a row, and the tokens of the widest row."""
+    keys, most = JOBS[self.config.job].length(self.config)
+    found = [widths.tokens for widths in self.data.widths.values()]
+    return keys, max(found, default=most)
+
 
 def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   """Checks folder, processes, mesh, model, data, optimizer, and the run in the folder.
@@ -80,6 +87,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
     mesh = mesh_axes.build(config.mesh, rows, length, devices)
   if jax.process_index() == 0:
     lock.check(folder.path)
+  config = folder.with_former(config)
   config, tokenizer, data = settle(config, folder.scans())
   processes.compare(config, data.fingerprints)
   rate = optimizer.build_schedule(config)
@@ -110,7 +118,7 @@ def check_model(run: Prepared, model: Transformer) -> None:
   """
   loading.check_vocabulary(model, run.tokenizer)
   config, sizes, job = run.config, model.config, JOBS[run.config.job]
-  key, length = job.length(config)
+  key, length = run.row_length
   rows = config.training.batch_rows.get("training.micro_batch_size", 1)
   # Bytes of a token: a backward pass keeps the hidden states of every layer at least.
   token = sizes.num_layers * sizes.embed_dim * jnp.dtype(sizes.dtype).itemsize

@@ -15,7 +15,7 @@ from tunix.cli.build.data import RunData
 from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
-from tunix.cli.settings.run import RunSettings
+from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import hub
@@ -26,13 +26,13 @@ def settle(
 ) -> tuple[RunSettings, TokenizerAdapter, RunData]:
   """Settles a configuration, and loads the tokenizer and the data on the way.
 
-  Six values are filled in, in this order:
+  Seven values are filled in, in this order:
     1. paths: absolute, so that the run can be resumed from any folder;
     2. model.revision: the commit of a hub id, because a branch may move while the run
        is stopped;
-    3. data.num_epochs, 4. lora.modules_to_save, 5. model.param_dtype and 6. the
-       learning rate with the schedule: see `settle_values`. The length of the schedule
-       needs the number of steps, and so the data.
+    3. data.num_epochs, 4. data.pad_to, 5. lora.modules_to_save, 6. model.param_dtype
+       and 7. the learning rate with the schedule: see `settle_values`. The length of
+       the schedule needs the number of steps, and so the data.
 
   Args:
     config: settings of the run.
@@ -75,6 +75,8 @@ def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:
   """
   # Without max_steps the data is read once.
   config = keys.with_value(config, "data.num_epochs", build_data.epochs(config))
+  if isinstance(config, StreamRun):
+    config = keys.with_value(config, "data.pad_to", config.pad_to)
   config = settle_model(config)
   rate, args = optimizer.settle_rate(config, num_steps)
   config = keys.with_value(config, "training.learning_rate", rate)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tunix.data import files, mixture
-from tunix.data.rows import OneRow, check_buckets
+from tunix.data.rows import OneRow, check_lengths
 from tunix.generate import chat_template
 from tunix.utils import checks
 from tunix.utils.setting import setting
@@ -88,14 +88,26 @@ class StreamSettings(DataSettings):
     scan_limit: records that are tokenized and checked before the training; null: all of
       them.
     num_threads: threads that tokenize ahead; 0: none. Batches do not depend on it.
+    pad_to: longest pads the rows of a step to the longest of them, rounded up to one of
+      at most four lengths. These are chosen from the lengths that the scan saw; if it
+      did not see all records, there is one, data.max_length. Prompts with completions
+      have one length each. max_length pads every row to data.max_length. It changes
+      memory, speed and last bits, not results. null: longest. data.packing and
+      data.length_buckets have row lengths of their own.
   """
 
   scan_limit: int | None = setting(None, may_change=True)
   num_threads: int = setting(1, may_change=True)
+  pad_to: Literal["longest", "max_length"] | None = None
 
   def __post_init__(self):
     super().__post_init__()
     checks.fields(self, scan_limit=checks.COUNT, num_threads=checks.NOT_NEGATIVE)
+
+  @property
+  def is_padded(self) -> bool:
+    """True if a row is one record with padding, to the width that data.pad_to sets."""
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +139,8 @@ class RowSettings(StreamSettings):
     packing: puts several examples into a row; each attends only to itself.
     length_buckets: row lengths below data.max_length, ascending. A row has the shortest
       of these lengths that holds its record, all rows of a batch have one length, and
-      one program is compiled per length. [256, 512] pads less than [], where every row
-      has data.max_length tokens; packing pads least.
+      one program is compiled per length. Batches hold records of similar lengths, so
+      [256, 512] pads less than []; packing pads least.
   """
 
   max_length: int = 1024
@@ -138,9 +150,20 @@ class RowSettings(StreamSettings):
   def __post_init__(self):
     super().__post_init__()
     OneRow(max_length=self.max_length)  # its constructor checks the range
-    check_buckets(self.length_buckets, self.max_length)
+    check_lengths("length_buckets", self.length_buckets, self.max_length)
     if self.length_buckets and self.packing:
       raise ValueError(
         f"length_buckets is {list(self.length_buckets)} and data.packing is true, "
         "which fills rows already. Leave one of them out"
       )
+    if self.pad_to == "longest" and not self.is_padded:
+      other = "packing" if self.packing else "length_buckets"
+      raise ValueError(
+        f"pad_to is 'longest' and data.{other} is set, which has row lengths of its "
+        "own. Leave one of them out"
+      )
+
+  @property
+  def is_padded(self) -> bool:
+    """False if rows are full, or have the lengths of data.length_buckets."""
+    return not self.packing and not self.length_buckets

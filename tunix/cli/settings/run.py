@@ -409,3 +409,13 @@ class StreamRun(RunSettings):
 
   data: StreamSettings = dataclasses.field(default=StreamSettings())
   training: MicroBatchSettings = MicroBatchSettings()
+
+  @property
+  def follows_lengths(self) -> bool:
+    """True if rows may be as short as the longest record."""
+    return self.data.is_padded
+
+  @property
+  def pad_to(self) -> str:
+    """The value of data.pad_to, with null resolved."""
+    return self.data.pad_to or ("longest" if self.follows_lengths else "max_length")

@@ -1,0 +1,132 @@
+"""The widths of rows in every job that trains on given records."""
+
+import itertools
+import json
+
+import pytest
+
+from tests.cli import runs
+from tunix.cli import config as config_lib
+from tunix.cli.build import loading
+from tunix.cli.jobs.table import JOBS
+
+PAIR = {"prompt": "How many days?", "chosen": "Seven.", "rejected": "Five."}
+LABELLED = [
+  {"prompt": "How many days?", "completion": "Seven days.", "label": label}
+  for label in (True, False)
+]
+
+
+def built(settings, **more):
+  """The data of a run."""
+  keys = settings | {"training__max_steps": "null"} | more
+  config = config_lib.load(runs.arguments(**keys))
+  tokenizer = loading.ModelLoader(config).tokenizer()
+  return JOBS[config.job].data(config, tokenizer)
+
+
+def shapes(batches):
+  return {
+    name: x.shape for batch in batches for name, x in batch.items() if x.ndim == 2
+  }
+
+
+@pytest.fixture
+def long(settings, eval_file):
+  """Short records below limits that are far from them."""
+  return settings | {"data__max_length": 1024, "data__eval": eval_file}
+
+
+@pytest.mark.parametrize("job", ["sft", "distill"])
+def test_rows_follow_the_longest_record(long, job):
+  keys = long | {"job": job}
+  if job == "distill":
+    keys["distill__teacher"] = keys["model__path"]
+  data = built(keys)
+  for part in (data.train, data.eval):
+    assert set(shapes(part).values()) == {(4, 64)}
+  assert str(data.widths["train"]).startswith("64 tokens, about ")
+  assert data.widths["eval"].lengths == (64,)
+  assert built(keys, data__pad_to="max_length").widths == {}
+  for fixed in ({"data__pad_to": "max_length"}, {"data__packing": "true"}):
+    data = built(keys, **fixed)
+    for part in (data.train, data.eval):
+      assert set(shapes(part).values()) == {(4, 1024)}
+
+
+@pytest.mark.parametrize("job", ["dpo", "orpo", "reward", "kto"])
+def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
+  records = LABELLED if job == "kto" else [PAIR]
+  names = ["completion"] if job == "kto" else ["chosen", "rejected"]
+  file = tmp_path / "records.jsonl"
+  file.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+  keys = long | {"job": job, "data__train": file, "data__eval": file}
+  fields = [f"{n}_{part}" for n in ("prompt", *names) for part in ("ids", "mask")]
+  data = built(keys)
+  for part in (data.train, data.eval):
+    assert shapes(part) == dict.fromkeys(fields, (4, 64))
+  said = str(data.widths["train"])
+  assert said == "64 tokens for the prompt and 64 for a completion"
+  data = built(keys, data__pad_to="max_length")
+  assert shapes(data.train) == dict.fromkeys(fields, (4, 512))
+
+
+def test_rows_have_the_limit_where_records_were_not_scanned(long):
+  assert set(shapes(built(long, data__scan_limit=3).train).values()) == {(4, 1024)}
+
+
+def test_rows_of_a_cache_do_not_depend_on_other_records(long, tmp_path):
+  keys = long | {"job": "distill", "distill__teacher": long["model__path"]}
+  data = built(keys, distill__cache=tmp_path / "cache", distill__top_k=2)
+  assert set(shapes(data.train).values()) == {(4, 1024)} and data.widths == {}
+
+
+def test_rows_divide_over_the_shards_of_their_tokens(long):
+  data = built(long, mesh="{cp: 6}")
+  assert set(shapes(data.train).values()) == {(4, 192)}
+  assert set(shapes(built(long, mesh="{cp: -1}").train).values()) == {(4, 64)}
+
+
+def test_the_start_of_a_run_and_the_first_batch_say_the_width(long, capsys):
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**long)) == 0
+  said = capsys.readouterr().out
+  assert "4 rows of at most 1024 tokens" in said and "train rows: 64 tokens" in said
+  first = next(line for line in said.splitlines() if line.startswith("4 rows x 64 "))
+  assert runs.tunix("data", "show", *runs.arguments(**long)) == 0
+  assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_a_mixture_in_several_widths_goes_on_exactly(long, tmp_path):
+  """The last loss of a run cut in two is, bit by bit, that of one run."""
+  text = "The sea is wide. " * 20
+  small = tmp_path / "small.jsonl"
+  small.write_text(json.dumps({"text": text}) + "\n")
+  keys = long | {
+    "data__train": json.dumps([str(long["data__train"]), str(small)]),
+    "data__weights": "[7, 1]",
+    "data__max_length": 256,
+    "training__micro_batch_size": 2,
+  }
+  data = built(keys, training__max_steps=4)
+  assert len(data.widths["train"].lengths) > 1
+  first = [batch["input_tokens"].shape[1] for batch in itertools.islice(data.train, 8)]
+  assert first[::2] == first[1::2] and len(set(first)) > 1
+
+  def train(folder, **more):
+    made = keys | {"output_dir": tmp_path / folder} | more
+    assert runs.tunix("train", *runs.arguments(**made)) == 0
+    return runs.metrics(tmp_path / folder)
+
+  whole = train("whole")
+  train("parts", training__max_steps=2)
+  assert train("parts")[4] == whole[4]
+
+
+def test_short_rows_fit_the_positions_whatever_the_limit_is(long, capsys):
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**long)) == 0
+  assert "is beyond" not in capsys.readouterr().out
+  fixed = long | {"data__pad_to": "max_length"}
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**fixed)) == 0
+  assert "a row of 1024 tokens (data.max_length) is beyond the 256 pos" in (
+    capsys.readouterr().out
+  )
