@@ -127,7 +127,8 @@ class BaseSampler:
       num_samples: completions of each prompt, which is prefilled once for all of them.
         With `beam_size`: the best of its beams, best first.
       stop_strings: texts that end a row. The row's text ends before the stop string;
-        its tokens end with the one that completes the stop string.
+        its tokens end with the one that completes the stop string. At most 64 texts, of
+        1,024 characters together.
       return_logprobs: return both kinds of log-probs of the generated tokens.
       include_eos: keep the end-of-sequence token that ended a row in tokens, log-probs
         and logits; text never has it.
