@@ -18,10 +18,12 @@ class Call:
   Attributes:
     body: JSON object of the body; empty if there was none.
     query: parameters of the URL.
+    size: bytes of the body.
   """
 
   body: dict[str, Any] = dataclasses.field(default_factory=dict)
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
