@@ -188,6 +188,7 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
     (["--draft_tokens", "-1"], 2, "draft_tokens is -1"),
     (["--replicas", "5", "--tp", "2"], 2, "5 replicas of 2 devices need 10 devices"),
     (["--tp", "0"], 2, "expected at least 1"),
+    (["--proxy", "example.org"], 2, "proxies has 'example.org'"),
   ],
 )
 def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
@@ -238,6 +239,12 @@ def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   name = lambda model: serve._settings(serve.parser().parse_args([model])).model_name
   assert name(".") == name(str(folder)) == "tiny"
   assert name("ORG/NAME") == "NAME"
+
+
+def test_proxies_reach_the_server():
+  words = ["a", "--proxy", "10.0.0.9", "--proxy", "10.1.0.0/16"]
+  proxies = lambda words: serve._settings(serve.parser().parse_args(words)).proxies
+  assert proxies(words) == ("10.0.0.9", "10.1.0.0/16") and proxies(["a"]) == ()
 
 
 @pytest.mark.parametrize("words", [(), ("--replicas", 2), ("--draft_tokens", 2)])

@@ -145,6 +145,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     tool_format=args.tool_format,
     max_concurrent=args.max_concurrent,
     max_queue=args.max_queue,
+    proxies=tuple(args.proxy or ()),
     drain_timeout=args.drain_timeout,
   )
 
@@ -306,6 +307,13 @@ def parser() -> Parser:
   add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
   add("--max_concurrent", type=int, default=64, help="requests that run")
   add("--max_queue", type=int, default=256, help="requests that wait; then 429")
+  add(
+    "--proxy",
+    metavar="ADDRESS",
+    action="append",
+    help="address of a proxy or router, whose connections are not limited. May be "
+    "given several times",
+  )
   add(
     "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
   )
