@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
-  engine.warm_up()
+  grammars = _grammars(driver.engine, tokenizer)
+  engine.warm_up(constraints=grammars is not None)
   ready = f"serving {settings.model_name} at"
   service = None
   if tinker is not None:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     server.serve(
       driver,
       settings,
-      grammars=_grammars(driver.engine, tokenizer),
+      grammars=grammars,
       # Adapters in training belong to the base that the service was started with.
       load_model=load if service is None else None,
       # A program that starts the server reads this line from a pipe.
