@@ -18,6 +18,7 @@ from tunix.serve.errors import ApiError
 from tunix.serve.guard import PROBES
 from tunix.serve.http import Answer
 from tunix.serve.settings import ServeSettings
+from tunix.utils import optional
 
 # Requests beyond those that run or wait: lists of models, metrics, tokens.
 _SPARE_REQUESTS = 128
@@ -158,11 +159,11 @@ def protocol(settings: ServeSettings) -> Any:
   Raises:
     ImportError: the package uvicorn is missing.
   """
-  from uvicorn.protocols.http.h11_impl import H11Protocol
-
+  name = "uvicorn.protocols.http.h11_impl"
+  h11: Any = optional.require(name, "the server", "tunix[serve]")
   connections = Connections(settings)
 
-  class Protocol(H11Protocol):
+  class Protocol(h11.H11Protocol):
     """One connection; h11 bounds the size of a header."""
 
     _end_of_header: asyncio.TimerHandle | None = None
