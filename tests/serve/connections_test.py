@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from typing import Any
 
 import httpx
 import pytest
@@ -36,7 +35,7 @@ def half_headers(address, count):
 
 
 def test_half_headers_and_idle_connections_are_no_requests():
-  few = {"max_concurrent": 1, "max_queue": 0, "max_address_connections": 1000}
+  few = {"max_concurrent": 1, "max_queue": 0, "max_address_requests": 1}
   with listening(FakeEngine(), **few) as (address, _, _), half_headers(address, 200):
     answer = httpx.post(f"{address}/v1/completions", json=BODY, timeout=20)
     assert answer.status_code == 200
@@ -83,10 +82,10 @@ def test_requests_may_take_longer_than_a_header():
 
 
 @pytest.mark.parametrize("proxies", [(), ("127.0.0.1",), ("127.0.0.0/8",)])
-def test_an_address_has_a_number_of_connections_unless_it_is_a_proxy(proxies):
+def test_an_address_has_a_number_of_requests_unless_it_is_a_proxy(proxies):
   engine = FakeEngine(rounds=1)
   engine.hold_at = 2
-  limits = {"max_address_connections": 2, "proxies": proxies}
+  limits = {"max_address_requests": 2, "proxies": proxies}
   with listening(engine, **limits) as (address, _, _), contextlib.ExitStack() as stack:
     url = f"{address}/v1/completions"
     for _ in range(2):
@@ -97,7 +96,7 @@ def test_an_address_has_a_number_of_connections_unless_it_is_a_proxy(proxies):
       assert status.status_code == 200
     else:
       error = error_of(status, 429)
-      assert error["code"] == "too_many_connections"
+      assert error["code"] == "too_many_requests"
       assert status.headers["connection"] == "close"
       assert int(status.headers["retry-after"]) >= 1
     for path in ("/health", "/ready"):
@@ -105,17 +104,16 @@ def test_an_address_has_a_number_of_connections_unless_it_is_a_proxy(proxies):
 
 
 def test_an_idle_connection_gives_its_place_to_a_new_one(monkeypatch):
-  monkeypatch.setattr(connections_lib, "_ARRIVAL", -1.0)  # no connection is fresh
-  with listening(FakeEngine(), max_address_connections=2) as (address, _, _):
+  monkeypatch.setattr(connections_lib, "_MOST_IDLE", 2)
+  with listening(FakeEngine()) as (address, _, _):
     host = address.removeprefix("http://")
     idle = http.client.HTTPConnection(host, timeout=20)
     idle.request("GET", "/health")
     idle.getresponse().read()
-    with half_headers(address, 1):
-      answer = httpx.get(f"{address}/v1/models", timeout=20)
-      assert answer.status_code == 200
+    with half_headers(address, 2):
       with contextlib.suppress(ConnectionResetError):
         assert idle.sock.recv(10) == b""
+      assert httpx.get(f"{address}/v1/models", timeout=20).status_code == 200
     idle.close()
 
 
@@ -129,55 +127,43 @@ class Peer:
     self.aborted += 1
 
 
-def in_loop(function):
-  async def run():
-    return function()
-
-  return asyncio.run(run())
-
-
-def test_idle_connections_of_all_addresses_have_a_bound(monkeypatch):
-  monkeypatch.setattr(connections_lib, "_MOST_IDLE", 3)
-
-  def run():
-    held, peers = Connections(ServeSettings()), [Peer() for _ in range(6)]
-    for i, peer in enumerate(peers):
-      held.add(peer, f"10.0.0.{i}")
-      if i == 0:
-        held.mark(peer, is_idle=False)  # it has a request, so it stays
-    for peer in (*peers, *peers):
-      held.remove(peer)  # also a second time
-    return [peer.aborted for peer in peers], held._by_address
-
-  assert in_loop(run) == ([0, 1, 1, 0, 0, 0], {})
+def test_the_address_with_the_most_idle_connections_loses_its_oldest(monkeypatch):
+  monkeypatch.setattr(connections_lib, "_MOST_IDLE", 4)
+  held = Connections(ServeSettings(proxies=("10.0.0.9",)))
+  # The connections of the proxy do not count, and the second of "b" has a request.
+  hosts = ["10.0.0.9"] * 9 + ["10.0.0.1", "10.0.0.2", "10.0.0.2", *["10.0.0.3"] * 4]
+  peers = [(Peer(), held.address(host)) for host in hosts]
+  for number, (peer, address) in enumerate(peers):
+    held.mark(peer, address, is_idle=True)
+    if number == 11:
+      held.mark(peer, address, is_idle=False)
+  assert [peer.aborted for peer, _ in peers[9:]] == [0, 0, 0, 1, 1, 0, 0]
+  for peer, address in (*peers, *peers):  # also a second time
+    held.mark(peer, address, is_idle=False)
+  assert not held._idle
 
 
 @pytest.mark.parametrize(
   ("hosts", "is_one"),
   [
     (["2001:db8::1", "2001:db8::ffff"], True),
+    (["fe80::1%eth0", "fe80::2%eth0"], True),
     (["2001:db8::1", "2001:db8:0:1::1"], False),
     (["10.0.0.1", "10.0.0.1"], True),
     (["10.0.0.1", "10.0.0.2"], False),
-    ([None, None], False),
   ],
 )
 def test_what_counts_as_one_address(hosts, is_one):
-  def run():
-    held, peers = (
-      Connections(ServeSettings(max_address_connections=1)),
-      [Peer(), Peer()],
-    )
-    for peer, host in zip(peers, hosts):
-      held.add(peer, host)
-      held.mark(peer, is_idle=False)
-    return held.problem(peers[1], "/v1/models") is not None
-
-  assert in_loop(run) == is_one
+  held = Connections(ServeSettings(max_address_requests=1))
+  first, second = map(held.address, hosts)
+  with held.request(first):
+    assert (held.problem(second) is not None) == is_one
+    assert held.problem(held.address(None)) is None
+  assert held.problem(second) is None and not held._requests
 
 
 def test_requests_in_flight_have_a_bound_and_probes_have_none():
-  held: Any = Connections(ServeSettings(max_concurrent=1, max_queue=2))
+  held = Connections(ServeSettings(max_concurrent=1, max_queue=2))
   sent, go = [], asyncio.Event()
 
   async def app(scope, receive, send):
@@ -187,11 +173,10 @@ def test_requests_in_flight_have_a_bound_and_probes_have_none():
     sent.append(message)
 
   async def run():
-    answer = connections_lib.bounded(app, held, Peer())
+    answer = connections_lib.bounded(app, held, None)
     call = lambda path: asyncio.ensure_future(answer({"path": path}, None, send))
     running = [call("/v1/models") for _ in range(1 + 2 + 128)]
     await asyncio.sleep(0)
-    assert held.requests == len(running)
     await call("/v1/models")
     probe = call("/health")
     await asyncio.sleep(0)
@@ -199,5 +184,5 @@ def test_requests_in_flight_have_a_bound_and_probes_have_none():
     await asyncio.gather(probe, *running)
 
   asyncio.run(run())
-  assert sent[0]["status"] == 429 and len(sent) == 2 and held.requests == 0
-  assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_connections"
+  assert sent[0]["status"] == 429 and len(sent) == 2
+  assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_requests"

@@ -1,4 +1,4 @@
-"""Bounds of the connections of a server: their number, and the time of a header.
+"""Bounds of a server's connections: their number, requests, and time of a header.
 
 uvicorn has neither: its `limit_concurrency` counts idle and half-read connections as
 requests, and a header may take for ever. hypercorn bounds the time between two reads,
@@ -10,8 +10,10 @@ bounds the connections of an address.
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from tunix.serve.errors import ApiError
@@ -22,121 +24,112 @@ from tunix.utils import optional
 
 # Requests beyond those that run or wait: lists of models, metrics, tokens.
 _SPARE_REQUESTS = 128
-# Connections without a request, of all addresses together. A process may often have
-# 1,024 open files; requests take up to 448 with default settings.
+# Idle connections of all addresses together. A process may often have 1,024 open files;
+# requests take up to 448 with default settings.
 _MOST_IDLE = 512
-# Seconds that a new connection has at least, so that many clients may arrive at once.
-_ARRIVAL = 1.0
 
 
 class Connections:
-  """The connections of one server, counted by address.
+  """The connections of one server and their requests, counted by address.
 
-  A connection is idle while it has no request whose header is complete. Beyond a bound
-  the oldest idle connection is closed. If an address has only requests and fresh
-  connections, its new connection is refused: it gets answers to probes alone.
+  A connection is idle while it has no request whose header is complete. If too many are
+  idle, the address with the most of them loses its oldest one. Named proxies have no
+  bounds of their own: their connections are those of many clients.
 
   All methods belong to the thread of the event loop.
-
-  Attributes:
-    requests: number of requests in flight.
   """
 
   def __init__(self, settings: ServeSettings):
     admitted = settings.max_concurrent + settings.max_queue
-    self._most_requests = admitted + _SPARE_REQUESTS
-    self._most = settings.max_address_connections or admitted
+    self._most = admitted + _SPARE_REQUESTS
+    self._most_of_address = settings.max_address_requests or admitted
     self._retry_after = str(settings.retry_after)
     self._proxies = [ipaddress.ip_network(name) for name in settings.proxies]
-    self._addresses: dict[Any, str] = {}
-    self._by_address: dict[str, dict[Any, None]] = {}
-    self._idle: dict[Any, float] = {}  # connection -> time at which it became idle
-    self._refused: set[Any] = set()
-    self.requests = 0
+    self._idle: dict[str, dict[Any, None]] = {}  # by address, the oldest first
+    self._requests: collections.Counter[str] = collections.Counter()
 
-  def add(self, connection: Any, host: str | None) -> None:
-    """Adds a new connection.
+  def address(self, host: str | None) -> str | None:
+    """Returns what counts as one address: of IPv6, the network of a customer.
+
+    Args:
+      host: address of a client; None: unknown.
+
+    Returns:
+      None if the client has no bounds.
+    """
+    if host is None:
+      return None
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    if any(ip in network for network in self._proxies):
+      return None
+    if ip.version == 4:
+      return host
+    return str(ipaddress.ip_network((ip, 64), strict=False))
+
+  def mark(self, connection: Any, address: str | None, is_idle: bool) -> None:
+    """Records whether a connection is idle.
 
     Args:
       connection: an object with `abort()`.
-      host: address of the client; None: unknown, and unbounded.
+      address: from `address`.
+      is_idle: False also for a connection that has ended.
     """
-    now = asyncio.get_running_loop().time()
-    address = self._addresses[connection] = _address(host)
-    own = self._by_address.setdefault(address, {})
-    own[connection], self._idle[connection] = None, now
-    if host is not None and not self._is_proxy(host) and len(own) > self._most:
-      oldest = next((x for x in own if x in self._idle), connection)
-      if self._idle[oldest] < now - _ARRIVAL:
-        self._close(oldest)
-      else:
-        self._refused.add(connection)
-    if len(self._idle) > _MOST_IDLE:
-      self._close(next(iter(self._idle)))
+    if address is None:
+      return
+    own = self._idle.setdefault(address, {})
+    if is_idle:
+      own[connection] = None
+      if sum(map(len, self._idle.values())) > _MOST_IDLE:
+        self._close_one()
+    else:
+      own.pop(connection, None)
+    if not own:
+      self._idle.pop(address, None)
 
-  def remove(self, connection: Any) -> None:
-    """Removes a connection; nothing happens if it was removed before."""
-    self._idle.pop(connection, None)
-    self._refused.discard(connection)
-    address = self._addresses.pop(connection, None)
-    if address is not None:
-      own = self._by_address[address]
-      del own[connection]
-      if not own:
-        del self._by_address[address]
+  def _close_one(self) -> None:
+    own = max(self._idle.values(), key=len)
+    oldest = next(iter(own))
+    del own[oldest]
+    oldest.abort()
 
-  def mark(self, connection: Any, is_idle: bool) -> None:
-    """Records whether a connection has a request."""
-    if not is_idle:
-      self._idle.pop(connection, None)
-    elif connection not in self._idle:
-      self._idle[connection] = asyncio.get_running_loop().time()
-
-  def problem(self, connection: Any, path: str) -> ApiError | None:
-    """Returns why a request is refused, or None."""
-    if path in PROBES:
-      return None
-    if connection in self._refused:
-      reason = f"your address has {self._most} connections"
-    elif self.requests >= self._most_requests:
-      reason = f"the server works on {self.requests} requests"
+  def problem(self, address: str | None) -> ApiError | None:
+    """Returns why a further request is refused, or None."""
+    if address is not None and self._requests[address] >= self._most_of_address:
+      reason = f"your address has {self._most_of_address} open requests"
+    elif self._requests.total() >= self._most:
+      reason = f"the server has {self._most} open requests"
     else:
       return None
     headers = {"Retry-After": self._retry_after, "Connection": "close"}
     message = f"{reason}, its limit. Send the request again later"
-    return ApiError(429, message, code="too_many_connections", headers=headers)
+    return ApiError(429, message, code="too_many_requests", headers=headers)
 
-  def _close(self, connection: Any) -> None:
-    self.remove(connection)
-    connection.abort()
-
-  def _is_proxy(self, host: str) -> bool:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return any(address in network for network in self._proxies)
-
-
-def _address(host: str | None) -> str:
-  """Returns what counts as one address; of IPv6, the network of a customer."""
-  if host is None or ":" not in host:
-    return host or ""
-  return str(ipaddress.ip_network(f"{host.partition('%')[0]}/64", strict=False))
+  @contextlib.contextmanager
+  def request(self, address: str | None) -> Iterator[None]:
+    """Counts a request."""
+    key = address or ""
+    self._requests[key] += 1
+    try:
+      yield
+    finally:
+      self._requests[key] -= 1
+      if not self._requests[key]:
+        del self._requests[key]
 
 
-def bounded(
-  app: Any, connections: Connections, connection: Any
-) -> Callable[[Any, Any, Any], Any]:
-  """Returns an application that answers 429 beyond the bounds of a server."""
+def bounded(app: Any, connections: Connections, address: str | None) -> Any:
+  """Returns an application that answers 429 beyond the bounds of a server.
+
+  Probes are answered always.
+  """
 
   async def answer(scope: Any, receive: Any, send: Any) -> None:
-    problem = connections.problem(connection, scope["path"])
-    if problem is not None:
+    problem = connections.problem(address)
+    if problem is not None and scope["path"] not in PROBES:
       await _refuse(problem, send)
       return
-    connections.requests += 1
-    try:
+    with connections.request(address):
       await app(scope, receive, send)
-    finally:
-      connections.requests -= 1
 
   return answer
 
@@ -167,19 +160,17 @@ def protocol(settings: ServeSettings) -> Any:
     """One connection; h11 bounds the size of a header."""
 
     _end_of_header: asyncio.TimerHandle | None = None
-
-    def __init__(self, *args: Any, **options: Any):
-      super().__init__(*args, **options)
-      self.app = bounded(self.app, connections, self)
+    _address: str | None = None
 
     def connection_made(self, transport: Any) -> None:
       super().connection_made(transport)
-      connections.add(self, self.client[0] if self.client else None)
+      self._address = connections.address(self.client[0] if self.client else None)
+      self.app = bounded(self.app, connections, self._address)
       self._watch(is_reading=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
       super().connection_lost(exc)
-      connections.remove(self)
+      connections.mark(self, self._address, is_idle=False)
       self._stop_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -197,7 +188,7 @@ def protocol(settings: ServeSettings) -> Any:
       is_idle = self.cycle is None or self.cycle.response_complete
       if self.transport.is_closing():
         return
-      connections.mark(self, is_idle)
+      connections.mark(self, self._address, is_idle)
       if not is_idle:
         self._stop_timer()
       elif is_reading and self._end_of_header is None:

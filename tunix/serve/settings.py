@@ -50,10 +50,10 @@ class ServeSettings:
     max_queue: further requests that wait; beyond them the answer is 429.
     queue_timeout: longest wait in that queue, in seconds; then the answer is 429.
     retry_after: seconds in the header Retry-After of an answer 429 or 503.
-    max_address_connections: open connections of one address (of IPv6: of one network
-      /64); None: `max_concurrent` and `max_queue` together.
+    max_address_requests: open requests of one address (of IPv6: of one network /64);
+      None: `max_concurrent` and `max_queue` together.
     proxies: addresses or networks without this bound, such as "10.0.0.2": those of
-      proxies and of `tunix route`, whose connections are those of many clients.
+      proxies and of `tunix route`, whose requests are those of many clients.
     header_timeout: longest time in which a client sends the header of a request, in
       seconds.
     client_timeout: longest time in which a client sends a body, or takes a part of an
@@ -83,7 +83,7 @@ class ServeSettings:
   max_queue: int = 256
   queue_timeout: float = 60.0
   retry_after: int = 1
-  max_address_connections: int | None = None
+  max_address_requests: int | None = None
   proxies: tuple[str, ...] = ()
   header_timeout: float = 10.0
   client_timeout: float = 30.0
@@ -102,7 +102,7 @@ class ServeSettings:
       max_queue=checks.NOT_NEGATIVE,
       queue_timeout=checks.POSITIVE,
       retry_after=checks.COUNT,
-      max_address_connections=checks.COUNT,
+      max_address_requests=checks.COUNT,
       header_timeout=checks.POSITIVE,
       client_timeout=checks.POSITIVE,
       request_timeout=checks.POSITIVE,

@@ -312,8 +312,8 @@ def parser() -> Parser:
     "--proxy",
     metavar="ADDRESS",
     action="append",
-    help="address of a proxy or router, whose connections are not limited. May be "
-    "given several times",
+    help="address of a proxy or router, whose requests have no limit of their own. "
+    "May be given several times",
   )
   add(
     "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
