@@ -22,10 +22,12 @@ def test_arguments_reach_the_router(monkeypatch, tmp_path, capsys):
   key = tmp_path / "key"
   key.write_text("of hosts\n")
   words = ("--host_key_file", key, "--max_lead", 3, "--host", "0.0.0.0")
+  words += ("--proxy", "10.0.0.9", "--proxy", "10.1.0.0/16")
   assert runs.tunix("route", *URLS, *words) == 0
   assert runs.tunix("route", *URLS) == 0
   (settings, hosts), (_, same_key) = made
   assert (settings.api_key, hosts.host_key) == ("of clients", "of hosts")
+  assert settings.proxies == ("10.0.0.9", "10.1.0.0/16")
   assert hosts.urls == tuple(URLS) and hosts.max_lead == 3
   assert settings.max_concurrent == 128 and same_key.host_key == "of clients"
   assert "routing to 2 servers at http://127.0.0.1:8080" in capsys.readouterr().out

@@ -188,6 +188,7 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
     (["--draft_tokens", "-1"], 2, "draft_tokens is -1"),
     (["--replicas", "5", "--tp", "2"], 2, "5 replicas of 2 devices need 10 devices"),
     (["--tp", "0"], 2, "expected at least 1"),
+    (["--proxy", "example.org"], 2, "proxies has 'example.org'"),
   ],
 )
 def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
@@ -240,11 +241,17 @@ def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   assert name("ORG/NAME") == "NAME"
 
 
+def test_proxies_reach_the_server():
+  words = ["a", "--proxy", "10.0.0.9", "--proxy", "10.1.0.0/16"]
+  proxies = lambda words: serve._settings(serve.parser().parse_args(words)).proxies
+  assert proxies(words) == ("10.0.0.9", "10.1.0.0/16") and proxies(["a"]) == ()
+
+
 @pytest.mark.parametrize("words", [(), ("--replicas", 2), ("--draft_tokens", 2)])
 def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
   served = []
   monkeypatch.delenv("TUNIX_API_KEY", raising=False)
-  monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+  monkeypatch.setattr(Engine, "warm_up", lambda self, constraints: None)
   take = lambda driver, *_, **__: served.append(driver)
   monkeypatch.setattr(serve.server, "serve", take)
   assert not runs.tunix("serve", folder, "--draft_model", folder, *words)

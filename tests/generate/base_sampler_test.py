@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from tests.generate import toy_ids
+from tunix.generate import text_size
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.options import SamplingOptions
 from tunix.generate.sampler import Sampler
@@ -92,3 +93,16 @@ def test_a_sampler_of_before_that_writes_its_call_goes_on():
   assert OwnCall(toy_ids.Ids())(["3 1", "4"], 2, anything=1) == [2, 1]
   with pytest.raises(TypeError, match="neither _sample nor __call__"):
     BaseSampler(toy_ids.Ids())(["3"], 1)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(echoing, monkeypatch):
+  long = "1 " * 600  # 1,200 characters; two tokens have at most 1,024
+  assert echoing(["3 1"], 5, max_prompt_length=2).text == ["3 1"]
+  monkeypatch.setattr(echoing.tokenizer, "tokenize", None)
+  with pytest.raises(ValueError, match="1200 characters, expected at most 1024"):
+    echoing(["3 1", long], 5, max_prompt_length=2)
+
+
+def test_all_texts_of_an_object_count():
+  assert text_size.may_fit({"a" * 500: ["b" * 12, 3, None]}, 1)
+  assert not text_size.may_fit({"a" * 500: [["b" * 12], ("c",)]}, 1)

@@ -1,12 +1,14 @@
 """Stop strings and increments, on rows that are made by hand."""
 
+import random
 import types
 
 import numpy as np
 import pytest
 
-from tunix.generate import completions, outputs
+from tunix.generate import completions, outputs, stops as stops_lib
 from tunix.generate.completions import RowReader
+from tunix.generate.engine.request import EngineRequest
 from tunix.generate.options import SamplingOptions
 
 TEXT = "the end. The end of it"
@@ -83,6 +85,35 @@ def test_a_token_may_hold_more_than_the_stop_string():
 )
 def test_what_of_a_text_stays(text, stops, kept):
   assert completions.settled(text, stops) == kept
+
+
+def test_one_search_finds_what_a_loop_over_all_stop_strings_finds():
+  rng = random.Random(0)
+  word = lambda most: "".join(rng.choices("ab.<", k=rng.randint(1, most)))
+  for _ in range(500):
+    texts, text = [word(5) for _ in range(rng.randint(0, 6))], word(12)
+    found = stops_lib.compiled(texts)
+    places = [text.find(stop) for stop in texts if stop in text]
+    assert found.place(text) == min(places, default=None)
+    # An end as long as the longest stop string would be one.
+    sizes = range(1, max(map(len, texts), default=1))
+    begins = [n for n in sizes if any(s.startswith(text[-n:]) for s in texts)]
+    assert found.held(text) == min(len(text), max(begins, default=0))
+
+
+@pytest.mark.parametrize(
+  ("stops", "message"),
+  [
+    (["a"] * 65, "has 65 texts, expected at most 64"),
+    (["a" * 1025], "1025 characters in all its texts, expected at most 1024"),
+  ],
+)
+def test_stop_strings_have_limits(stops, message):
+  options = {"max_generation_steps": 9, "stop_strings": stops}
+  with pytest.raises(ValueError, match=message):
+    SamplingOptions(**options)
+  with pytest.raises(ValueError, match=message):
+    EngineRequest(prompt=np.arange(3), max_tokens=9, stop_strings=stops)
 
 
 def grown(decode, tokens, stops, steps, **end):

@@ -4,8 +4,11 @@ tiktoken and SentencePiece are tested by objects with their methods, and themsel
 where they are installed.
 """
 
+import concurrent.futures
 import io
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -174,3 +177,28 @@ def test_tiktokens_roles_can_be_named(tmp_path):
     TokenizerAdapter(Encoding(), eos_token="</s>")
   with pytest.raises(TypeError, match="a Encoding cannot be written"):
     adapter.save(tmp_path)
+
+
+def test_a_long_text_is_encoded_while_other_threads_run():
+  tokenizer = TokenizerAdapter(toys_text.bpe())
+  text = f"{TEXT} the sea. " * 3000
+  turns, over = [0], threading.Event()
+
+  def count():
+    while not over.wait(0.0005):
+      turns[0] += 1
+
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    counter = pool.submit(count)
+    while not turns[0]:
+      time.sleep(0.001)
+    before = turns[0]
+    ids = tokenizer.encode(text)
+    during = turns[0] - before
+    over.set()
+    counter.result()
+  # A call that holds the interpreter's lock for its 0.2 s leaves at most a turn or two.
+  assert during > 10
+  assert ids == tokenizer.tokenizer.encode(text).ids
+  ends = tokenizer.encode(text, add_special_tokens=True)
+  assert ends == tokenizer.tokenizer.encode(text, add_special_tokens=True).ids

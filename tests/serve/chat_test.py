@@ -227,6 +227,21 @@ class Grammars:
     return build
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_an_event_is_one_line_also_to_clients_that_split_by_any_line_end(path):
+  text = "a\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029b\u00a8\u2027"
+  body = {"messages": MESSAGES, "prompt": "a", "stream": True, "max_tokens": 100}
+  del body["prompt" if path == PATH else "messages"]
+  with server(FakeEngine(text=text)) as made:
+    answer = made.post(path, body).text
+  lines = [line for line in answer.splitlines() if line]
+  assert lines.pop() == "data: [DONE]"
+  events = [json.loads(line.removeprefix("data: ")) for line in lines]
+  parts = [event["choices"][0] for event in events]
+  read = [p["text"] if "text" in p else p["delta"].get("content", "") for p in parts]
+  assert "".join(read) == text
+
+
 def test_constraints():
   schema = {"type": "object"}
   forms = [

@@ -23,6 +23,8 @@ def test_other_addresses_need_a_key(host):
   [
     *({"port": 70000}, {"api_key": " "}, {"api_key": "é"}, {"max_concurrent": 0}),
     *({"tool_format": "x"}, {"model_name": ""}, {"request_timeout": 0.0}),
+    *({"header_timeout": 0.0}, {"max_address_requests": 0}),
+    *({"proxies": ("example.org",)}, {"proxies": ("10.0.0.1/8",)}),
   ],
 )
 def test_nonsense_is_refused(fields):

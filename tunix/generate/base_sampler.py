@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from tunix.generate import text_size
 from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import adapted
 
@@ -127,7 +128,8 @@ class BaseSampler:
       num_samples: completions of each prompt, which is prefilled once for all of them.
         With `beam_size`: the best of its beams, best first.
       stop_strings: texts that end a row. The row's text ends before the stop string;
-        its tokens end with the one that completes the stop string.
+        its tokens end with the one that completes the stop string. At most 64 texts, of
+        1,024 characters together.
       return_logprobs: return both kinds of log-probs of the generated tokens.
       include_eos: keep the end-of-sequence token that ended a row in tokens, log-probs
         and logits; text never has it.
@@ -179,16 +181,17 @@ class BaseSampler:
       self.name,
       "choose a sampler that does (docs/guides/engines.md has a table)",
     )
-    prompts = [
-      self.tokenize(x) for x in ([inputs] if isinstance(inputs, str) else inputs)
-    ]
+    given = [inputs] if isinstance(inputs, str) else inputs
+    remedy = "Shorten the prompt, or raise max_prompt_length"
+    if (limit := options.max_prompt_length) is not None:
+      text_size.check([x for x in given if isinstance(x, str)], limit, remedy)
+    prompts = [self.tokenize(x) for x in given]
     if not prompts:
       raise ValueError("there are no prompts: give at least one")
-    longest, limit = max(map(len, prompts)), options.max_prompt_length
+    longest = max(map(len, prompts))
     if limit is not None and longest > limit:
       raise ValueError(
-        f"a prompt has {longest} tokens and max_prompt_length is {limit}. Shorten the "
-        "prompt, or raise max_prompt_length"
+        f"a prompt has {longest} tokens and max_prompt_length is {limit}. {remedy}"
       )
     return prompts
 

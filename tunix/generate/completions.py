@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import outputs
+from tunix.generate import outputs, stops as stops_lib
 from tunix.generate.decode import Generated
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Decode
@@ -44,11 +44,7 @@ def settled(text: str, stops: Sequence[str]) -> str:
   left out.
   """
   text = text.rstrip(_UNFINISHED)
-  longest = max(map(len, stops), default=1) - 1
-  for size in range(min(longest, len(text)), 0, -1):
-    if any(stop.startswith(text[-size:]) for stop in stops):
-      return text[:-size]
-  return text
+  return text[: len(text) - stops_lib.compiled(stops).held(text)]
 
 
 class RowReader:

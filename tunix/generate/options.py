@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.generate import stops as stops_lib
 from tunix.utils import checks
 
 # Logits are divided by the temperature. A difference of 1e4 becomes 1e14 with 1e-10,
@@ -70,10 +71,7 @@ class SamplingOptions:
       forbidden_tokens=checks.NOT_NEGATIVE,
     )
     self._check_draw()
-    if "" in self.stops:
-      raise ValueError(
-        "stop_strings has an empty string: every row would stop at once, leave it out"
-      )
+    stops_lib.check(self.stops)
     self._check_exact()
     self._check_beams()
 

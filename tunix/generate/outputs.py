@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tunix.generate import batching
+from tunix.generate import batching, stops as stops_lib
 from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -65,9 +65,10 @@ def find_stop(
     known: number of tokens at the start that are known to contain no stop string.
   """
 
+  found = stops_lib.compiled(stops)
+
   def holds(count: int) -> bool:
-    text = decode(tokens[:count])
-    return any(stop in text for stop in stops)
+    return found.place(decode(tokens[:count])) is not None
 
   low, high = known, len(tokens)
   if low >= high or not holds(high):
@@ -86,8 +87,8 @@ def _stop_place(text: str, stops: Sequence[str]) -> int:
   An engine decodes a completion with its prompt in front. If the prompt ends inside a
   character, the engine may see a stop string that the completion alone does not hold.
   """
-  places = [place for stop in stops if (place := text.find(stop)) >= 0]
-  return min(places, default=len(text))
+  place = stops_lib.compiled(stops).place(text)
+  return len(text) if place is None else place
 
 
 def fill_id(tokenizer: TokenizerAdapter) -> int:

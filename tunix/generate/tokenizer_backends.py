@@ -31,6 +31,12 @@ _CONVENTION = {
 }
 
 
+# Characters from which on the batch call of `tokenizers` encodes one text. It releases
+# the interpreter's lock, so that other threads go on; the call for one text holds it
+# for 1 us a character. Short texts skip the batch call, which starts a pool of threads.
+_LONG_TEXT = 4096
+
+
 class Token(NamedTuple):
   """A special token. Id and text are None if unknown; both None: there is no token."""
 
@@ -182,7 +188,10 @@ class TokenizersBackend(Backend):
     return super().folder if file is None else str(file.parent)
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-    return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+    encode, adds = self._rust.encode, add_special_tokens
+    if len(text) > _LONG_TEXT:
+      encode = lambda x, **options: self._rust.encode_batch([x], **options)[0]
+    return encode(text, add_special_tokens=adds).ids
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
     return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -107,12 +107,12 @@ async def _generate(call: Call, context: Context) -> Answer | Stream:
 
 
 async def _tokenize(call: Call, context: Context) -> Answer:
-  work = asyncio.to_thread(tokens.tokenize, call, context)
+  work = context.readers.run(call.size, tokens.tokenize, call, context)
   return await calls.within(context.clock(), work)
 
 
 async def _detokenize(call: Call, context: Context) -> Answer:
-  work = asyncio.to_thread(tokens.detokenize, call, context)
+  work = context.readers.run(call.size, tokens.detokenize, call, context)
   return await calls.within(context.clock(), work)
 
 
@@ -210,8 +210,9 @@ class Endpoint:
     if kind != "application/json":  # a form of any web page has other types
       raise ApiError(415, f"Content-Type is {kind[:100]!r}, expected application/json")
     if len(data) < _LARGE_BODY:
-      return Call(body=read_json(data), query=query)
-    return Call(body=await asyncio.to_thread(read_json, data), query=query)
+      return Call(body=read_json(data), query=query, size=len(data))
+    body = await asyncio.to_thread(read_json, data)
+    return Call(body=body, query=query, size=len(data))
 
   async def _respond(self, call: Call, sender: _Sender) -> None:
     try:

@@ -64,7 +64,8 @@ async def serve(
   clock = context.clock()
   async with contextlib.AsyncExitStack() as stack:
     await stack.enter_async_context(context.gate.entered())
-    job = await within(clock, asyncio.to_thread(read, call, context))
+    work = context.readers.run(call.size, read, call, context)
+    job = await within(clock, work)
     run = Run(context.driver, job.requests, job.stream.streams)
     stack.callback(run.cancel)
     if not job.stream.streams:

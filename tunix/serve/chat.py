@@ -68,6 +68,7 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
   documents = fields.raw("documents")
   adds = fields.flag("add_generation_prompt", True)
   fields.neutral(continue_final_message=(False,), add_special_tokens=(False,))
+  context.check_size([messages, tools, documents, variables], "messages")
   try:
     tokenizer.check_template_variables(variables, "chat_template_kwargs")
     text = tokenizer.apply_chat_template(
@@ -75,6 +76,7 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
     )
   except (ChatTemplateError, TypeError, ValueError) as error:
     raise bad("messages", str(error), "chat_template_error") from error
+  context.check_size(text, "messages")  # a template may print a text several times
   functions = [tool["function"] for tool in tools]
   schemas = {function["name"]: function.get("parameters") for function in functions}
   return Prompt(text=text, ids=tokenizer.encode(text), tools=schemas)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix.generate import text_size
 from tunix.generate.engine.request import Constraint
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.serve.errors import ApiError, bad
@@ -21,6 +22,7 @@ from tunix.serve.logprobs import TokenTexts
 from tunix.serve.metrics import Metrics
 from tunix.serve.running import Clock, DrainDeadline
 from tunix.serve.settings import ServeSettings
+from tunix.serve.work import Readers
 
 
 class Grammars(Protocol):
@@ -46,6 +48,7 @@ class Context:
       refused.
     gate: limits on running and waiting requests.
     drain: time at which a shutdown ends running requests.
+    readers: threads that read requests.
     admin: held while the engine is paused, or its adapters or weights change.
     metrics: metrics of the server and the engine.
     created: time of the start, in seconds since 1970.
@@ -67,6 +70,7 @@ class Context:
       settings.retry_after,
     )
     self.drain = DrainDeadline()
+    self.readers = Readers()
     self.admin = asyncio.Lock()
     self.metrics = Metrics(self._gauges)
     self.created = int(time.time())
@@ -131,6 +135,25 @@ class Context:
       param="model",
       code="model_not_found",
     )
+
+  def check_size(self, texts: Any, param: str) -> None:
+    """Refuses texts that cannot fit, before a tokenizer spends seconds on them.
+
+    Args:
+      texts: a text, or an object with texts.
+      param: field of the request.
+
+    Raises:
+      ApiError: 400 if they have more characters than the context's tokens can have.
+    """
+    most = min(self.max_tokens, self.settings.max_prompt_tokens or self.max_tokens)
+    if not text_size.may_fit(texts, most):
+      raise bad(
+        param,
+        f"{param} has more than {most * text_size.TOKEN_CHARACTERS} characters, and "
+        f"the longest prompt is {most} tokens. Send a shorter one",
+        "context_length_exceeded",
+      )
 
   def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
     """Returns the largest number of new tokens after a prompt.

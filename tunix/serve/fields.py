@@ -86,9 +86,15 @@ class Fields:
       return tuple(items)
     return self._refuse(field, value, "a string or a list of strings")
 
-  def wholes(self, field: str) -> list[int] | None:
-    """Takes a list of integers of at least 0."""
+  def wholes(self, field: str, most: int | None = None) -> list[int] | None:
+    """Takes a list of integers of at least 0; `most` is its longest length."""
     value = self.raw(field)
+    if most is not None and isinstance(value, list) and len(value) > most:
+      raise bad(
+        self.name(field),
+        f"{self.name(field)} has {len(value)} ids, expected at most {most}",
+        "invalid_value",
+      )
     if value is None or is_ids(value):
       return value
     return self._refuse(field, value, "a list of token ids")

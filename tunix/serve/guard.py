@@ -10,7 +10,8 @@ from tunix.serve.errors import ApiError
 from tunix.serve.settings import ServeSettings
 
 # Probes of a load balancer and the page need no key: they return no data of requests.
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+PROBES = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/", *PROBES})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

@@ -18,10 +18,12 @@ class Call:
   Attributes:
     body: JSON object of the body; empty if there was none.
     query: parameters of the URL.
+    size: bytes of the body.
   """
 
   body: dict[str, Any] = dataclasses.field(default_factory=dict)
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,17 @@ Handler = Callable[[Call], Awaitable[Answer | Stream]]
 LAST_EVENT = b"data: [DONE]\n\n"
 
 
+# Ends of a line to `str.splitlines`, by which clients split a stream, and not to JSON.
+# JSON has them inside strings only, where an escape stands for the same character.
+_LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in "\u0085\u2028\u2029"}
+
+
 def event(content: Any) -> bytes:
-  """Returns one server-sent event."""
-  return b"data: " + to_json(content) + b"\n\n"
+  """Returns one server-sent event, which is one line of text."""
+  data = to_json(content)
+  for character, escape in _LINE_ENDS.items():
+    data = data.replace(character, escape)
+  return b"data: " + data + b"\n\n"
 
 
 def to_json(content: Any) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tunix.generate import stops
+from tunix.generate.engine import arrays
 from tunix.generate.engine.request import Constraint, EngineRequest
 from tunix.serve.context import Context, as_prompt
 from tunix.serve.errors import bad
@@ -83,7 +85,7 @@ def read_sampling(fields: Fields, context: Context, prompts: int = 1) -> Samplin
     **_read_filters(fields),
     "seed": None if seed is None else seed % 2**32,
     "stop_ids": _read_stop_ids(fields, context),
-    "stop_strings": fields.texts("stop"),
+    "stop_strings": _read_stops(fields),
     "logit_bias": _read_bias(fields),
     "priority": fields.whole("priority", 0, low=-(2**31)),
     "constraint": read_constraint(fields, context),
@@ -107,9 +109,19 @@ def _read_filters(fields: Fields) -> dict[str, Any]:
   return {"temperature": temperature, **filters}
 
 
+def _read_stops(fields: Fields) -> tuple[str, ...]:
+  texts = fields.texts("stop")
+  try:
+    stops.check(texts, fields.name("stop"))
+  except ValueError as error:
+    raise bad(fields.name("stop"), str(error), "invalid_value") from error
+  return texts
+
+
 def _read_stop_ids(fields: Fields, context: Context) -> tuple[int, ...] | None:
   """Returns the ids that end a completion; None: those of the tokenizer."""
-  more, ignores = fields.wholes("stop_token_ids") or [], fields.flag("ignore_eos")
+  more = fields.wholes("stop_token_ids", arrays.STOP_IDS) or []
+  ignores = fields.flag("ignore_eos")
   if not more and not ignores:
     return None
   ends = () if ignores else context.tokenizer.eos_ids()
@@ -117,8 +129,14 @@ def _read_stop_ids(fields: Fields, context: Context) -> tuple[int, ...] | None:
 
 
 def _read_bias(fields: Fields) -> dict[int, float]:
-  bias = {}
-  for key, value in fields.object("logit_bias").items():
+  bias, given = {}, fields.object("logit_bias")
+  if len(given) > arrays.BIASES:
+    raise bad(
+      "logit_bias",
+      f"logit_bias has {len(given)} ids, expected at most {arrays.BIASES}",
+      "invalid_value",
+    )
+  for key, value in given.items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_id = key.isascii() and key.isdigit() and len(key) < 11
     if not (is_id and is_number and -100 <= value <= 100):

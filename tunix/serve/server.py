@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tunix.serve import connections
 from tunix.serve.app import More, make_app
 from tunix.serve.context import Grammars, LoadModel
 from tunix.serve.settings import ServeSettings
@@ -16,8 +17,6 @@ from tunix.utils import optional
 
 # Seconds after `drain_timeout` in which the last answers are sent.
 _GRACE = 5
-# Connections beyond the requests that run or wait: probes, metrics, idle clients.
-_SPARE_CONNECTIONS = 128
 _STOP = 30  # seconds that the engine's thread gets to finish its launch
 _KEEP_ALIVE = 30  # seconds until an idle connection is closed
 
@@ -59,17 +58,15 @@ def make_server(
       context.start_drain()
       await super().shutdown(sockets=sockets)
 
-  limit = settings.max_concurrent + settings.max_queue + _SPARE_CONNECTIONS
   config = uvicorn.Config(
     app,
-    http="h11",  # it bounds the size of headers
+    http=connections.protocol(settings),
     ws="none",
     lifespan="on",
     log_config=None,
     access_log=False,
     server_header=False,
     proxy_headers=False,
-    limit_concurrency=limit,
     timeout_keep_alive=_KEEP_ALIVE,
     timeout_graceful_shutdown=int(settings.drain_timeout) + _GRACE,
   )

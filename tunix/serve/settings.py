@@ -50,6 +50,12 @@ class ServeSettings:
     max_queue: further requests that wait; beyond them the answer is 429.
     queue_timeout: longest wait in that queue, in seconds; then the answer is 429.
     retry_after: seconds in the header Retry-After of an answer 429 or 503.
+    max_address_requests: open requests of one address (of IPv6: of one network /64);
+      None: `max_concurrent` and `max_queue` together.
+    proxies: addresses or networks without this bound, such as "10.0.0.2": those of
+      proxies and of `tunix route`, whose requests are those of many clients.
+    header_timeout: longest time in which a client sends the header of a request, in
+      seconds.
     client_timeout: longest time in which a client sends a body, or takes a part of an
       answer, in seconds.
     request_timeout: longest time of one request in the engine, in seconds.
@@ -77,6 +83,9 @@ class ServeSettings:
   max_queue: int = 256
   queue_timeout: float = 60.0
   retry_after: int = 1
+  max_address_requests: int | None = None
+  proxies: tuple[str, ...] = ()
+  header_timeout: float = 10.0
   client_timeout: float = 30.0
   request_timeout: float = 3600.0
   admin_timeout: float = 600.0
@@ -93,6 +102,8 @@ class ServeSettings:
       max_queue=checks.NOT_NEGATIVE,
       queue_timeout=checks.POSITIVE,
       retry_after=checks.COUNT,
+      max_address_requests=checks.COUNT,
+      header_timeout=checks.POSITIVE,
       client_timeout=checks.POSITIVE,
       request_timeout=checks.POSITIVE,
       admin_timeout=checks.POSITIVE,
@@ -105,6 +116,8 @@ class ServeSettings:
     if not self.model_name:
       raise ValueError("model_name is empty: give the name that clients send")
     self._check_key()
+    for name in self.proxies:
+      _check_network(name)
 
   def _check_key(self) -> None:
     key = self.api_key
@@ -177,6 +190,16 @@ class RouteSettings:
         "host_key is empty or has characters beyond ASCII, which no header can carry: "
         "give another key, or None for none"
       )
+
+
+def _check_network(name: str) -> None:
+  try:
+    ipaddress.ip_network(name)
+  except ValueError as error:
+    raise ValueError(
+      f"proxies has {name!r}, expected an IP address or a network such as "
+      f"10.0.0.0/24: {error}"
+    ) from error
 
 
 def _check_url(url: str) -> None:

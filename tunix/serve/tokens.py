@@ -36,6 +36,7 @@ def tokenize(call: Call, context: Context) -> Answer:
     if prompt is None:
       raise missing("prompt")
     adds = fields.flag("add_special_tokens", True)
+    context.check_size(prompt, "prompt")
     ids = context.tokenizer.encode(prompt, add_special_tokens=adds)
   fields.end()
   content: dict[str, Any] = {
@@ -52,7 +53,7 @@ def detokenize(call: Call, context: Context) -> Answer:
   """Returns the text of token ids."""
   fields = Fields(call.body)
   context.adapter(fields.text("model"))
-  ids = fields.wholes("tokens")
+  ids = fields.wholes("tokens", context.max_tokens)
   if ids is None:
     raise missing("tokens")
   fields.end()

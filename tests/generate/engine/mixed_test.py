@@ -9,6 +9,7 @@ import pytest
 
 from tests import toys, toys_text
 from tests.generate import toy_ids
+from tunix.generate.engine import batch, launch
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.grammar import Grammars
@@ -348,3 +349,37 @@ def test_a_listener_may_leave_while_a_delta_arrives():
   ticket.put(RequestError("over"))
   ticket.put(RequestError("over"))
   assert heard == [1]
+
+
+def test_constrained_requests_compile_nothing_after_a_warm_up():
+  engine = make(slots=2, prefill_tokens=48)  # rounds of up to 2 and 3 blocks
+  sizes = lambda: (launch.forward._cache_size(), launch.draw._cache_size())
+  before = sizes()
+  engine.warm_up(constraints=True)
+  warm = sizes()
+  assert all(x < y for x, y in zip(before, warm))
+  drawn = {"temperature": 1.0, "logprobs": True}
+  free = ask([9, 8], 3, **drawn)
+  for length in (1, 40):
+    other = ask([7] * length, 3, **drawn, constraint=batch.AnyText(VOCAB))
+    rows = engine.run([free, other])
+    assert [len(row[0].tokens) for row in rows] == [3, 3]
+  assert sizes() == warm and engine.stats().generated_tokens == 12
+
+
+@pytest.mark.parametrize(
+  ("sizes", "blocks"),
+  [
+    ({}, [[1], [3], [9], [33]]),
+    ({"max_tokens": 100}, [[1], [3], [6, 3], [6, 6, 6, 6, 6, 3]]),
+    ({"max_tokens": 100, "slots": 5}, [[1], [3], [6, 3]]),
+    ({"max_tokens": 2}, [[1], [1] * 3]),
+  ],
+)
+def test_each_program_of_constrained_requests_has_a_batch(sizes, blocks):
+  config = EngineConfig(**{"prefill_tokens": 1024, **sizes})
+  assert config.block_counts[:3] == (2, 8, 32)
+  batches = batch.constrained_requests(config, VOCAB)
+  assert [[-(-len(r.prompt) // 16) for r in b] for b in batches] == blocks
+  first = [int(r.prompt[0]) for b in batches for r in b]
+  assert len(set(first)) == len(first)  # no prompt finds another one in the cache

@@ -13,6 +13,7 @@ from tunix.cli.build import loading
 from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
+from tunix.generate import text_size
 from tunix.generate.engine_sampler import sampler_of
 from tunix.utils import terminal
 
@@ -30,6 +31,9 @@ def main(argv: Sequence[str]) -> None:
   prompts = texts = args.prompt or _read_prompts(args.prompt_file)
   folder, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
+  model = loading.load_model(folder, adapter, args.dtype)
+  if (most := getattr(model.config, "max_position", None)) is not None:
+    text_size.check(texts, most, "Shorten the prompt, or choose another model")
   if args.chat:
     if not tokenizer.has_chat_template():
       raise ValueError(
@@ -38,7 +42,6 @@ def main(argv: Sequence[str]) -> None:
       )
     turns = [[{"role": "user", "content": text}] for text in texts]
     prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
-  model = loading.load_model(folder, adapter, args.dtype)
   sampler: Any = sampler_of(model, tokenizer, frozen=True)
   steps = args.max_new_tokens
   if steps is None:

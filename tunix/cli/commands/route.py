@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     api_key=key,
     max_concurrent=_CONCURRENT * len(args.urls) if most is None else most,
     max_queue=args.max_queue,
+    proxies=tuple(args.proxy or ()),
     drain_timeout=args.drain_timeout,
   )
   ready = f"routing to {len(args.urls)} servers at"
@@ -73,6 +74,13 @@ def parser() -> Parser:
   add("--check_interval", type=float, default=2.0, help="seconds between two checks")
   add("--max_concurrent", type=int, help="requests that run; default: 64 per server")
   add("--max_queue", type=int, default=256, help="requests that wait; then 429")
+  add(
+    "--proxy",
+    metavar="ADDRESS",
+    action="append",
+    help="address of a proxy or router, whose requests have no limit of their own. "
+    "May be given several times",
+  )
   add(
     "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
   )

@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
-  engine.warm_up()
+  grammars = _grammars(driver.engine, tokenizer)
+  engine.warm_up(constraints=grammars is not None)
   ready = f"serving {settings.model_name} at"
   service = None
   if tinker is not None:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     server.serve(
       driver,
       settings,
-      grammars=_grammars(driver.engine, tokenizer),
+      grammars=grammars,
       # Adapters in training belong to the base that the service was started with.
       load_model=load if service is None else None,
       # A program that starts the server reads this line from a pipe.
@@ -145,6 +146,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     tool_format=args.tool_format,
     max_concurrent=args.max_concurrent,
     max_queue=args.max_queue,
+    proxies=tuple(args.proxy or ()),
     drain_timeout=args.drain_timeout,
   )
 
@@ -306,6 +308,13 @@ def parser() -> Parser:
   add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
   add("--max_concurrent", type=int, default=64, help="requests that run")
   add("--max_queue", type=int, default=256, help="requests that wait; then 429")
+  add(
+    "--proxy",
+    metavar="ADDRESS",
+    action="append",
+    help="address of a proxy or router, whose requests have no limit of their own. "
+    "May be given several times",
+  )
   add(
     "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
   )

@@ -59,3 +59,62 @@ def plain_requests(config: EngineConfig, token: int) -> list[EngineRequest]:
     )
     for size in sorted({1, length})
   ]
+
+
+class AnyText:
+  """A constraint that allows every token, see `request.Constraint`.
+
+  Args:
+    vocab_size: V.
+  """
+
+  def __init__(self, vocab_size: int):
+    self._mask = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+
+  def matcher(self) -> AnyText:
+    return self
+
+  def mask(self) -> np.ndarray:
+    return self._mask
+
+  def accept(self, token: int) -> None:
+    pass
+
+
+def constrained_requests(
+  config: EngineConfig, vocab_size: int
+) -> list[list[EngineRequest]]:
+  """Returns batches of requests that run the programs of constrained requests.
+
+  There is a program for each number of blocks of a round, and one for rounds that
+  prefill nothing. A batch has the fewest blocks that need the next program.
+
+  Args:
+    config: sizes of the engine.
+    vocab_size: V.
+  """
+  constraint, size = AnyText(vocab_size), config.page_tokens
+  most = max(1, config.max_tokens - 2)
+  pages = max(1, most // size)  # of one prompt
+  batches, needed, token = [], 1, 0
+  for width in config.block_counts:
+    counts = [min(pages, needed - done) for done in range(0, needed, pages)]
+    needed = width + 1
+    if len(counts) > config.slots:
+      break  # so many blocks never come together
+    batch = []
+    for count in counts:
+      token += 1  # other prompts than before, whose prefixes are not in the cache
+      batch.append(
+        EngineRequest(
+          prompt=np.full(min(count * size, most), token % vocab_size, np.int32),
+          max_tokens=min(2, config.max_tokens - most),
+          temperature=1.0,
+          seed=0,
+          stop_ids=(),
+          logprobs=True,
+          constraint=constraint,
+        )
+      )
+    batches.append(batch)
+  return batches

@@ -256,12 +256,15 @@ class Engine:
     """V, the number of ids of the model."""
     return self._model.config.vocab_size
 
-  def warm_up(self) -> None:
+  def warm_up(self, *, constraints: bool = False) -> None:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
     These are the programs without drafts and those of each source of drafts.
     Filters, biases, lists of likely tokens and scores of prompts compile when they are
     first asked for, and so do wider rows (see docs/guides/engine.md).
+
+    Args:
+      constraints: compile also the programs of constrained requests.
     """
     for number, source in enumerate(self._drafts.sources):
       self._drafts.use_only(source)
@@ -269,6 +272,10 @@ class Engine:
       self.run(batch.plain_requests(self.config, number % self.vocab_size))
     if source == "model":
       self._device.move_nothing()  # and computes no missing keys of the draft model
+    if constraints:
+      self.sleep()  # rows are as narrow as those of the first requests
+      for requests in batch.constrained_requests(self.config, self.vocab_size):
+        self.run(requests)
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()

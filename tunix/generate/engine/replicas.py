@@ -181,10 +181,10 @@ class Replicas:
     for engine in self._engines():
       engine.load_adapter(name, source)
 
-  def warm_up(self) -> None:
+  def warm_up(self, *, constraints: bool = False) -> None:
     """Compiles the programs of each replica; see `Engine.warm_up`."""
     for engine in self._engines():
-      engine.warm_up()
+      engine.warm_up(constraints=constraints)
 
   def _engines(self) -> Iterator[Engine]:
     for driver in self.drivers:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tunix.generate import outputs
+from tunix.generate import outputs, stops as stops_lib
 from tunix.generate.completions import settled
 from tunix.generate.engine.request import RequestError
 from tunix.generate.outputs import Decode
@@ -33,8 +33,8 @@ class TextReader:
   """
 
   def __init__(self, decode: Decode, stops: Sequence[str], streams: bool):
-    self._decode_any, self._stops, self._streams = decode, tuple(stops), streams
-    self._longest = max((len(stop.encode()) for stop in stops), default=0)
+    self._decode_any, self._streams = decode, streams
+    self._stops = stops_lib.compiled(stops)
     self._searched = 0  # tokens whose text holds no stop string
     self._read = 0  # tokens whose text is in `_sent` or `_held`
     self._sent: list[str] = []
@@ -49,7 +49,7 @@ class TextReader:
     if not self._stops:
       return None
     # As many tokens as the longest stop string has bytes hold it for sure.
-    first = max(0, self._searched - self._longest - _CONTEXT)
+    first = max(0, self._searched - self._stops.longest_bytes - _CONTEXT)
     known = self._searched - first
     end = outputs.find_stop(self._decode, tokens[first:], self._stops, known)
     self._searched = len(tokens)

@@ -171,20 +171,6 @@ def messages_of(observation: Observation) -> list[Message]:
   return [dict(message) for message in observation]
 
 
-def has_more_characters(observation: Observation, most: int) -> bool:
-  """Returns True if the texts of an observation together are longer than `most`."""
-  left = [observation]
-  while left and most >= 0:
-    value = left.pop()
-    if isinstance(value, str):
-      most -= len(value)
-    elif isinstance(value, Mapping):
-      left += value.values()
-    elif isinstance(value, list | tuple):
-      left += [x for x in value if isinstance(x, str | Mapping | list | tuple)]
-  return most < 0
-
-
 def take(env: Any, action: Action) -> Any:
   """Calls `env.step`, with `extra` if it takes this argument of tinker-cookbook."""
   if "extra" not in inspect.signature(env.step).parameters:

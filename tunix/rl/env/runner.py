@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunix.generate import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.calls import Calls, Id
@@ -31,9 +32,6 @@ from tunix.rl.reward_pool import START_TIMEOUT_S
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
-# A text with more characters than this for each token that it may have is not tokenized
-# at all. The longest tokens of large vocabularies are 128 characters of white space.
-_TOKEN_CHARACTERS = 512
 
 
 class Runner:
@@ -323,7 +321,7 @@ class _Batch:
     limit = self._config.max_tokens if most is None else most
     if is_first:
       limit = self._runner._max_prompt
-    if env_lib.has_more_characters(observation, limit * _TOKEN_CHARACTERS):
+    if not text_size.may_fit(observation, limit):
       self._stop(live, "observation")  # before it costs the time of a tokenizer
       return
     prompt = live.conversation.observe(observation)
