@@ -172,13 +172,17 @@ def messages_of(observation: Observation) -> list[Message]:
 
 
 def has_more_characters(observation: Observation, most: int) -> bool:
-  """Returns True if the texts of an observation together are longer than `most`."""
+  """Returns True if the texts of an observation together are longer than `most`.
+
+  Every list and mapping counts as a character, so that one that contains itself ends.
+  """
   left = [observation]
   while left and most >= 0:
     value = left.pop()
+    most -= len(value) if isinstance(value, str) else 1
     if isinstance(value, str):
-      most -= len(value)
-    elif isinstance(value, Mapping):
+      continue
+    if isinstance(value, Mapping):
       left += value.values()
     elif isinstance(value, list | tuple):
       left += [x for x in value if isinstance(x, str | Mapping | list | tuple)]
