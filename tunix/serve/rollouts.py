@@ -83,7 +83,9 @@ class Calls:
     if len(self._open) >= _MOST_CALLS:
       raise ApiError(429, "too many calls wait: is the host used by several runs?")
     # Random: a number of an earlier process, or a guess, must not name another call.
-    number = secrets.randbits(53)
+    number = secrets.randbits(31)
+    while number in self._open:
+      number = secrets.randbits(31)
     work: Callable[..., Any] = self._host.methods[method]
     future = self._open[number] = concurrent.futures.Future()
     self._queue.put(lambda: _settle(future, lambda: work(**arguments)))
