@@ -63,7 +63,8 @@ class _Budget:
 def _decoded(value: Any, budget: _Budget) -> Any:
   if isinstance(value, dict):
     if _ARRAY in value:
-      return _array(*value[_ARRAY], budget)
+      kind, shape, text = value[_ARRAY]
+      return _array(kind, shape, text, budget)
     return {name: _decoded(x, budget) for name, x in value.items()}
   return [_decoded(x, budget) for x in value] if isinstance(value, list) else value
 
