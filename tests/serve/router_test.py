@@ -1,6 +1,7 @@
 """The router over real servers: two processes with a tiny model each."""
 
 import contextlib
+import http.server
 import json
 import pathlib
 import signal
@@ -196,3 +197,30 @@ def test_digests_of_prompts():
 def test_malformed_addresses_are_refused(urls):
   with pytest.raises(ValueError, match="urls"):
     RouteSettings(urls=urls)
+
+
+@pytest.mark.parametrize("model", ["%2e%2e/%2e%2e/metrics", "a/%2e%2e/%2e", "..%5cx"])
+def test_a_model_name_does_not_lead_to_other_routes_of_a_host(model):
+  asked = []
+
+  class Host(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+      asked.append(self.path)
+      self.send_response(200)
+      self.send_header("Content-Length", "2")
+      self.end_headers()
+      self.wfile.write(b"{}")
+
+    def log_message(self, *args):
+      pass
+
+  host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host)
+  threading.Thread(target=host.serve_forever, daemon=True).start()
+  try:
+    with routing([f"http://127.0.0.1:{host.server_port}"]) as (client, _):
+      error_of(client.get(f"/v1/models/{model}"), 404)
+      assert client.get("/v1/models/of/a..b").status_code == 200
+  finally:
+    host.shutdown()
+    host.server_close()
+  assert set(asked) == {"/ready", "/v1/models/of/a..b"}

@@ -13,6 +13,8 @@ TOKEN_CHARACTERS = 512
 def may_fit(texts: Any, tokens: int) -> bool:
   """Returns False if texts together are too long for a number of tokens.
 
+  Every list and mapping counts as a character, so that one that contains itself ends.
+
   Args:
     texts: a text, or texts in lists and mappings; other values are passed over.
     tokens: most tokens that the texts may have.
@@ -20,9 +22,8 @@ def may_fit(texts: Any, tokens: int) -> bool:
   left, most = [texts], tokens * TOKEN_CHARACTERS
   while left and most >= 0:
     value = left.pop()
-    if isinstance(value, str):
-      most -= len(value)
-    elif isinstance(value, Mapping):
+    most -= len(value) if isinstance(value, str) else 1
+    if isinstance(value, Mapping):
       left += [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple):
       left += [x for x in value if isinstance(x, str | Mapping | list | tuple)]

@@ -122,12 +122,17 @@ def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
   return [_outcome(x) for x in result]
 
 
+def message_of(error: BaseException) -> str:
+  """Returns the message of an exception that a user's code may have raised."""
+  try:
+    return str(error)
+  except Exception:  # a user's __str__ may raise as well
+    return "(its message cannot be shown)"
+
+
 def describe(error: BaseException) -> str:
   """Returns the type, message and file position of an exception, in one line."""
-  try:
-    message = str(error)
-  except Exception:  # a user's __str__ may raise as well
-    message = "(its message cannot be shown)"
+  message = message_of(error)
   frames = traceback.extract_tb(error.__traceback__)
   place = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})"
   text = f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -109,8 +109,17 @@ def limit_memory(limit: int | None) -> None:
 
 def send(connection: socket.socket, message: Any) -> None:
   """Sends a message as JSON."""
+  connection.sendall(packed(message))
+
+
+def packed(message: Any) -> bytes:
+  """Returns the bytes that `send` sends.
+
+  Raises:
+    TypeError, ValueError, RecursionError: the message is no JSON.
+  """
   payload = json.dumps(message).encode()
-  connection.sendall(HEADER.pack(len(payload)) + payload)
+  return HEADER.pack(len(payload)) + payload
 
 
 def receive(connection: socket.socket) -> bytes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import itertools
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ class Calls:
     self._host, self.settings = host, settings
     self.metrics = Metrics(self._gauges)
     self._open: dict[int, concurrent.futures.Future[Any]] = {}
-    self._numbers, self._is_draining = itertools.count(), False
+    self._is_draining = False
     self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     # A daemon, so that a call that hangs does not keep the process.
     threading.Thread(target=self._work, name="tunix-host", daemon=True).start()
@@ -82,7 +82,10 @@ class Calls:
         del self._open[number]
     if len(self._open) >= _MOST_CALLS:
       raise ApiError(429, "too many calls wait: is the host used by several runs?")
-    number = next(self._numbers)
+    # Random: a number of an earlier process, or a guess, must not name another call.
+    number = secrets.randbits(31)
+    while number in self._open:
+      number = secrets.randbits(31)
     work: Callable[..., Any] = self._host.methods[method]
     future = self._open[number] = concurrent.futures.Future()
     self._queue.put(lambda: _settle(future, lambda: work(**arguments)))

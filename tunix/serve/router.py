@@ -169,7 +169,7 @@ async def _forward(
     ApiError: no host answers, the router is full, or the time is over.
   """
   if path.endswith("{model:path}"):
-    path = f"/v1/models/{urllib.parse.quote(call.query['model'])}"
+    path = _model_path(call.query["model"])
   clock, hosts, tried = context.clock(), context.hosts, set()
   data, digests = await asyncio.to_thread(_read, path, call)
   refusal: Answer | None = None
@@ -202,6 +202,19 @@ async def _forward(
     code="no_host",
     headers={"Retry-After": str(context.settings.retry_after)},
   )
+
+
+def _model_path(model: str) -> str:
+  """Returns the path of a model.
+
+  Raises:
+    ApiError: the name would lead to another route of the host, with the router's key.
+  """
+  if {".", ".."} & set(model.replace("\\", "/").split("/")):
+    raise ApiError(
+      404, f"the model is {model[:100]!r}: GET /v1/models has the names of the models"
+    )
+  return f"/v1/models/{urllib.parse.quote(model)}"
 
 
 def _read(path: str, call: Call) -> tuple[bytes, list[bytes]]:

@@ -24,7 +24,9 @@ from tunix.rl.placement import Weights
 from tunix.rl.rollout import host as host_lib, remote_host
 from tunix.rl.rollout.host import HostError
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
+from tunix.serve import rollouts
 from tunix.sft.module_state import trained_variables
+from tunix.utils import json_arrays
 
 ROLLOUT = {"max_tokens_to_generate": 6, "max_prompt_length": 8}
 
@@ -344,6 +346,21 @@ def test_a_long_call_is_asked_for_again(monkeypatch):
     slow = RemoteHost(urls[0], None, 0.1, 1.0, host._form)
     with pytest.raises(RemoteError, match=r"has no result after 0\.1 s"):
       slow.call("take", life=None)
+
+
+def test_a_number_of_an_earlier_process_names_no_call():
+  calls = [rollouts.Calls(hosts_lib.make(), hosts_lib.settings()) for _ in range(2)]
+  take = {"owner": "me", "life": None}
+  assert len({one.begin("take", take) for one in calls}) == 2
+
+
+def test_arrays_of_a_request_have_a_limit(monkeypatch):
+  monkeypatch.setattr(host_lib, "_MOST_BYTES", 100)
+  host = hosts_lib.make()
+  host.take("me", None)
+  prompts = json_arrays.encoded([np.zeros(101, np.uint8)])
+  with pytest.raises(ValueError, match="more than 100 bytes"):
+    host.generate("me", host.stamp, prompts, {}, 1, 0, 0)
 
 
 def test_too_many_calls_wait(monkeypatch):

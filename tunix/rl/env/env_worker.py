@@ -31,22 +31,23 @@ def main(descriptor: int) -> None:
   try:
     host = _Host(reward_worker.load(hello))
     reward_worker.limit_memory(hello["memory_bytes"])
-    answer: dict[str, Any] = {"ok": None}
+    hello_answer: dict[str, Any] = {"ok": None}
   # The user's modules may raise anything; the trainer receives it as text.
   except (Exception, SystemExit) as error:
-    answer = {"error": describe(error)}
-  reward_worker.send(connection, answer)
+    hello_answer = {"error": describe(error)}
+  reward_worker.send(connection, hello_answer)
   while True:
     method, argument = pickle.loads(reward_worker.receive(connection))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     seconds = hello["timeout_s"] + reward_worker.GRACE_S
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-      answer = {"ok": getattr(host, method)(argument)}
-    except (Exception, SystemExit) as error:  # likewise, of the environment
-      answer = {"error": describe(error)}
+      answer = reward_worker.packed({"ok": getattr(host, method)(argument)})
+    # Likewise, of the environment, whose values may be no JSON.
+    except (Exception, SystemExit) as error:
+      answer = reward_worker.packed({"error": describe(error)})
     signal.setitimer(signal.ITIMER_REAL, 0)
-    reward_worker.send(connection, answer)
+    connection.sendall(answer)
 
 
 class _Host:

@@ -26,12 +26,13 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.live import Group, Live, MakeGroup
 from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.reward_outcomes import describe
+from tunix.rl.reward_outcomes import describe, message_of
 from tunix.rl.reward_pool import START_TIMEOUT_S
 
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
+_MOST_FAILURE = 1000  # characters of a failure that are kept
 
 
 class Runner:
@@ -168,9 +169,10 @@ class _Batch:
         raise result
       handle(number, result)
     # Answers hold objects of the user, and every use of them may raise.
-    except Exception as error:
-      failure = str(error) if isinstance(error, EnvError) else describe(error)
-      self._fail(kind, number, failure)
+    except (Exception, SystemExit) as error:
+      is_ours = isinstance(error, EnvError)
+      failure = message_of(error) if is_ours else describe(error)
+      self._fail(kind, number, failure[:_MOST_FAILURE])
 
   def _fail(self, kind: str, number: int, failure: str) -> None:
     if kind in ("close", "cleanup"):

@@ -38,6 +38,8 @@ OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
 # The host has no call or no episodes that a request continues: they are begun again.
 NOT_BEGUN = "not_begun"
 CODES = (OTHER_OWNER, OTHER_WEIGHTS, NOT_BEGUN)
+# Bytes of the arrays in a request: prompts, which are far smaller.
+_MOST_BYTES = 1 << 30
 # Fields of a model's configuration that change no token, or that weights show.
 _OF_DEVICES = ("attention", "param_dtype", "remat", "scan_layers", "sharding")
 
@@ -210,7 +212,7 @@ class RolloutHost:
     self._leave()
     with mesh_lib.use_mesh(self._mesh):
       out = self._rollout.generate(
-        json_arrays.decoded(prompts),
+        json_arrays.decoded(prompts, _MOST_BYTES),
         RolloutConfig(**config),
         num_generations=num_generations,
         seed=seed_from_json(seed),
@@ -261,7 +263,8 @@ class RolloutHost:
     if self._policy is None:
       raise HostError("no batch of episodes is open: call open first", NOT_BEGUN)
     with mesh_lib.use_mesh(self._mesh):
-      self._policy.submit([Draw(**json_arrays.decoded(draw)) for draw in draws])
+      read = json_arrays.decoded(draws, _MOST_BYTES)
+      self._policy.submit([Draw(**draw) for draw in read])
       if not self._policy.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
       done = self._policy.poll()
