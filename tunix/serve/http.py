@@ -18,10 +18,12 @@ class Call:
   Attributes:
     body: JSON object of the body; empty if there was none.
     query: parameters of the URL.
+    tenant: name of the tenant whose key was sent; None: no tenant's key.
   """
 
   body: dict[str, Any] = dataclasses.field(default_factory=dict)
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  tenant: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
