@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import pathlib
 import re
+import types
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from tunix.serve import guard
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, requests, rest
+from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 
@@ -271,3 +273,20 @@ def test_the_other_routes_need_a_key_and_show_own_models(admin):
   finally:
     service.close()
     driver.stop(10)
+
+
+def test_an_adapter_that_the_administrator_unloads_is_loaded_again():
+  loaded = {}
+  engine = types.SimpleNamespace(
+    adapters=loaded, load_adapter=loaded.__setitem__, unload_adapter=loaded.__delitem__
+  )
+  driver = types.SimpleNamespace(
+    engine=engine, call=lambda function, seconds: function(engine)
+  )
+  path = "tinker://run/sampler_weights/x"
+  adapters = LoadedAdapters(driver, lambda place: {})
+  for _ in range(2):
+    adapters.use(path)
+    assert list(loaded) == [path]
+    adapters.release(path)
+    engine.unload_adapter(path)
