@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import pathlib
 import re
+import types
 
 import httpx
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
 from tunix.cli.commands import serve
+from tunix.serve import guard
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, requests, rest
+from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 
@@ -34,7 +37,11 @@ class Client:
       address = {"transport": transport, "base_url": "http://127.0.0.1:8000"}
       async with httpx.AsyncClient(**address, timeout=60) as client:
         return await client.request(
-          method, ROOT + path, json=body, headers=headers, **options
+          method,
+          path if path[0] == "/" else ROOT + path,
+          json=body,
+          headers=headers,
+          **options,
         )
 
     return asyncio.run(run())
@@ -223,3 +230,63 @@ def test_compressed_bodies_are_whole(clients, knows_size):
     assert answer.status_code == 400 and message in answer.text
   answer = send(press(bytes(20_000)))
   assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("admin", [None, "tml-admin"])
+def test_the_other_routes_need_a_key_and_show_own_models(admin):
+  keys = {"ann": "tml-ann", "bob": "tml-bob"}
+  service = Service(base(), TinkerSettings(keys=keys), name="toy")
+  driver = FakeDriver(FakeEngine()).start()
+  settings = ServeSettings(api_key=admin, model_name="toy")
+  app = make_app(driver, settings, more=tinker_app.routes(service))
+  try:
+    _, run = model_of(Client(app, "tml-ann"))
+    path = f"tinker://{run}/sampler_weights/x"
+    driver.engine.loaded[path] = None
+
+    def send(key, method, route, **body):
+      return Client(app, key)(method, route, body or None)
+
+    def listed(key):
+      return [x["id"] for x in send(key, "GET", "/v1/models").json()["data"]]
+
+    asked = {"model": path, "prompt": "x", "max_tokens": 2}
+    for route in app.routes:
+      if not route.path.startswith("/api/") and route.path not in guard.OPEN_PATHS:
+        for method in route.methods - {"HEAD"}:
+          for key in ("", "tml-eve"):
+            assert send(key, method, route.path).status_code == 401, route.path
+    assert send("", "GET", "/health").status_code == 200
+    assert (listed("tml-ann"), listed("tml-bob")) == (["toy", path], ["toy"])
+    sampled = lambda key: send(key, "POST", "/v1/completions", **asked)
+    assert sampled("tml-ann").status_code == 200, sampled("tml-ann").text
+    assert (
+      sampled("tml-bob").status_code == 404
+      and run
+      not in (sampled("tml-bob").json()["error"]["message"].partition("expected")[2])
+    )
+    for method, route in (("GET", "/metrics"), ("POST", "/pause")):
+      assert send("tml-ann", method, route).status_code == 403
+    if admin:
+      assert listed(admin) == ["toy", path]
+      assert send(admin, "GET", "/metrics").status_code == 200
+  finally:
+    service.close()
+    driver.stop(10)
+
+
+def test_an_adapter_that_the_administrator_unloads_is_loaded_again():
+  loaded = {}
+  engine = types.SimpleNamespace(
+    adapters=loaded, load_adapter=loaded.__setitem__, unload_adapter=loaded.__delitem__
+  )
+  driver = types.SimpleNamespace(
+    engine=engine, call=lambda function, seconds: function(engine)
+  )
+  path = "tinker://run/sampler_weights/x"
+  adapters = LoadedAdapters(driver, lambda place: {})
+  for _ in range(2):
+    adapters.use(path)
+    assert list(loaded) == [path]
+    adapters.release(path)
+    engine.unload_adapter(path)

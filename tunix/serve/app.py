@@ -193,10 +193,13 @@ class Endpoint:
       ApiError: the request has no access, or a body that is refused.
     """
     request = request_of(scope)
-    check(self._settings, scope["path"], request.headers)
+    # A router and a host of rollouts have no tenants.
+    has_tenants = isinstance(self._context, Context)
+    keys = self._context.tenants.keys if has_tenants else None
+    tenant = check(self._settings, scope["path"], request.headers, keys)
     query = {**request.query_params, **request.path_params}
     if scope["method"] != "POST":
-      return Call(query=query)
+      return Call(query=query, tenant=tenant)
     try:
       async with asyncio.timeout(self._settings.client_timeout):
         data = await read_body(request.headers, receive, self._settings.max_body_bytes)
@@ -205,18 +208,21 @@ class Endpoint:
     if data is None:
       return None
     if not data:
-      return Call(query=query)
+      return Call(query=query, tenant=tenant)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a form of any web page has other types
       raise ApiError(415, f"Content-Type is {kind[:100]!r}, expected application/json")
     if len(data) < _LARGE_BODY:
-      return Call(body=read_json(data), query=query, size=len(data))
+      return Call(body=read_json(data), query=query, size=len(data), tenant=tenant)
     body = await asyncio.to_thread(read_json, data)
-    return Call(body=body, query=query, size=len(data))
+    return Call(body=body, query=query, size=len(data), tenant=tenant)
 
   async def _respond(self, call: Call, sender: _Sender) -> None:
     try:
-      answer = await self._route(call, self._context)
+      context = self._context
+      if call.tenant is not None and isinstance(context, Context):
+        context = context.seen_by(call.tenant)
+      answer = await self._route(call, context)
       if isinstance(answer, Stream | Relay):
         try:
           await sender.stream(answer)

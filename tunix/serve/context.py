@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -37,6 +38,19 @@ class Grammars(Protocol):
 LoadModel = Callable[[pathlib.Path], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Tenants:
+  """The tenants of a server, each with models of its own.
+
+  Attributes:
+    keys: key of each tenant, by the tenant's name; empty: there are no tenants.
+    owns: returns True if an adapter is a tenant's, given the names of both.
+  """
+
+  keys: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+  owns: Callable[[str, str], bool] = lambda tenant, adapter: False
+
+
 class Context:
   """The parts of a server.
 
@@ -52,6 +66,8 @@ class Context:
     admin: held while the engine is paused, or its adapters or weights change.
     metrics: metrics of the server and the engine.
     created: time of the start, in seconds since 1970.
+    tenants: the tenants, whose keys open the routes that generate.
+    tenant: the tenant that this context is for; None: it shows all adapters.
   """
 
   def __init__(
@@ -74,6 +90,25 @@ class Context:
     self.admin = asyncio.Lock()
     self.metrics = Metrics(self._gauges)
     self.created = int(time.time())
+    self.tenants = Tenants()
+    self.tenant: str | None = None
+
+  def seen_by(self, tenant: str | None) -> Context:
+    """Returns the context with the adapters that a tenant sees; None: all of them."""
+    if tenant is None:
+      return self
+    _ = self.texts  # cached before the copy, so that all copies share it
+    seen = copy.copy(self)
+    seen.tenant = tenant
+    return seen
+
+  @property
+  def adapters(self) -> tuple[str, ...]:
+    """Names of the loaded adapters that requests can name."""
+    names, tenant = self.engine.adapters, self.tenant
+    if tenant is None:
+      return tuple(names)
+    return tuple(name for name in names if self.tenants.owns(tenant, name))
 
   @property
   def engine(self) -> Any:
@@ -126,9 +161,9 @@ class Context:
     """
     if model is None or model == self.settings.model_name:
       return None
-    if model in self.engine.adapters:
+    if model in self.adapters:
       return model
-    names = [self.settings.model_name, *self.engine.adapters]
+    names = [self.settings.model_name, *self.adapters]
     raise ApiError(
       404,
       f"model is {model!r}, expected one of {names}",

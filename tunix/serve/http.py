@@ -19,11 +19,13 @@ class Call:
     body: JSON object of the body; empty if there was none.
     query: parameters of the URL.
     size: bytes of the body.
+    tenant: name of the tenant whose key was sent; None: no tenant's key.
   """
 
   body: dict[str, Any] = dataclasses.field(default_factory=dict)
   query: Mapping[str, str] = dataclasses.field(default_factory=dict)
   size: int = 0
+  tenant: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

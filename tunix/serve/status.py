@@ -25,7 +25,7 @@ _PAGE_HEADERS = {
 
 async def models(call: Call, context: Context) -> Answer:
   """Lists the model and its adapters."""
-  names = (context.settings.model_name, *context.engine.adapters)
+  names = (context.settings.model_name, *context.adapters)
   return Answer(
     content={"object": "list", "data": [_card(context, name) for name in names]}
   )

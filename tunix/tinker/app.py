@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunix.serve.app import Endpoint, read_body, request_of
-from tunix.serve.context import Context
+from tunix.serve.context import Context, Tenants
 from tunix.serve.errors import ApiError
-from tunix.serve.guard import check
+from tunix.serve.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.http import Answer, Call, read_json
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import requests, rest, wire
@@ -40,9 +40,28 @@ _STATUS: dict[type[TinkerError], int] = {
 def routes(
   service: Service,
 ) -> Callable[[Context], Mapping[tuple[str, str], Any]]:
-  """Returns the argument `more` of `serve.app.make_app` that adds the protocol."""
+  """Returns the argument `more` of `serve.app.make_app` that adds the protocol.
+
+  With keys of tenants, the other routes need a key too: a tenant's key sees the base
+  model and the tenant's own checkpoints.
+  """
+
+  def owns(tenant: str, adapter: str) -> bool:
+    try:
+      service.place(tenant, adapter)
+    except TinkerError:
+      return False
+    return True
 
   def more(context: Context) -> Mapping[tuple[str, str], Any]:
+    keys = service.settings.keys
+    for name, key in keys.items():
+      if key == context.settings.api_key:
+        raise ValueError(
+          f"the key of the tenant {name!r} is also that of the administrator, which "
+          "opens every route; expected two keys. Change one of them"
+        )
+    context.tenants = Tenants(keys, owns)
     bell = _Bell()
     service.listen(bell.ring)
     made: dict[tuple[str, str], Any] = {}
@@ -158,26 +177,12 @@ def tenant_of(
   Raises:
     ApiError: 401 for a missing or wrong key; 403 for a foreign web page.
   """
-  given = headers.get("x-api-key", "").strip()
-  bearer = f"Bearer {given}" if given else headers.get("authorization", "")
   if not keys:
-    check(settings, path, {**headers, "authorization": bearer})
+    check(settings, path, headers)
     return "local"
-  found = None
-  for name, key in keys.items():  # all of them: the time must not tell which matched
-    shared = dataclasses.replace(settings, api_key=key)
-    try:
-      check(shared, path, {**headers, "authorization": bearer})
-    except ApiError:
-      continue
-    found = name
+  found = tenant_of_key(keys, given_key(headers))
   if found is None:
-    raise ApiError(
-      401,
-      "the API key is missing or wrong: set TINKER_API_KEY to the key of a tenant",
-      code="invalid_api_key",
-      headers={"WWW-Authenticate": "Bearer"},
-    )
+    raise wrong_key("set TINKER_API_KEY to the key of a tenant")
   return found
 
 

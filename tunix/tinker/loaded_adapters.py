@@ -77,14 +77,19 @@ class LoadedAdapters:
 
   def _is_ready(self, path: str) -> bool:
     with self._changed:
-      return path in self._used and path not in self._stale
+      return self._is_loaded(path)
+
+  def _is_loaded(self, path: str) -> bool:
+    # The administrator can unload an adapter, which this object does not hear of.
+    is_in_engine = path in self._driver.engine.adapters
+    return is_in_engine and path in self._used and path not in self._stale
 
   def _take(self, path: str) -> bool:
     """Marks a checkpoint as used; returns False if it is not loaded."""
     with self._changed:
       if self._closes:
         raise TinkerError("the service ends: send the request again")
-      if path not in self._used or path in self._stale:
+      if not self._is_loaded(path):
         return False
       self._used[path] += 1
       self._used.move_to_end(path)
@@ -125,6 +130,6 @@ class LoadedAdapters:
         return False
       is_loaded = self._used.pop(path, None) is not None
       self._stale.discard(path)
-    if is_loaded:
+    if is_loaded and path in self._driver.engine.adapters:
       self._driver.call(lambda e: e.unload_adapter(path), _LOAD_SECONDS)
     return True
