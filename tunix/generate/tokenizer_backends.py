@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.generate import tokenizer_files
+from tunix.generate import tokenizer_files, tokenizer_limits
 
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
 _TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
@@ -182,10 +182,12 @@ class TokenizersBackend(Backend):
     return super().folder if file is None else str(file.parent)
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-    return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+    with tokenizer_limits.without_panic(self.folder):
+      return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+    with tokenizer_limits.without_panic(self.folder):
+      return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
 
   def id_of(self, text: str) -> int | None:
     return self._rust.token_to_id(text)
