@@ -111,7 +111,7 @@ def test_arrays_may_return_on_another_layout(mesh_fsdp8, spec):
   assert len(found["p/w"]) == 8
   checksums.check(found, {"p": {"w": put(array, spec)}}, {})
   other = array.at[3, 5].add(1)
-  with pytest.raises(checksums.ChecksumError, match="^p/w differs from what was writ"):
+  with pytest.raises(checksums.ChecksumError, match=r"^p/w differs from what was writ"):
     checksums.check(found, {"p": {"w": put(other, spec)}}, {})
 
 

@@ -122,7 +122,7 @@ def _of_block(block: Any) -> str:
   import xxhash
 
   values = np.ascontiguousarray(block).reshape(-1)
-  return xxhash.xxh3_64_hexdigest(values.view(np.uint8))
+  return xxhash.xxh3_64_hexdigest(values.view(np.uint8).data)
 
 
 def _of_json(value: Any) -> str:
