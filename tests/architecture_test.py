@@ -82,6 +82,7 @@ HEAVY = {
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
   "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
+  "xxhash": {"sft/checkpoint_checksums.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
   "jinja2": {"generate/chat_template.py"},

@@ -157,6 +157,16 @@ def test_unknown_keys_and_wrong_types_name_their_file(tmp_path):
   ("text", "message"),
   [
     ("seed: 1\nseed: 2", "twice"),
+    (
+      "training: &a\n  loss: *a",
+      r"mine\.yaml: the key 'training.loss' contains itself",
+    ),
+    ("seed: &a [1, [*a]]", r"mine\.yaml: the key 'seed.1.0' contains itself"),
+    (
+      "a0: &a0 {k: 1, l: 2}\n"
+      + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)),
+      r"mine\.yaml: the key 'a.*' and its aliases have more than 1,000,000 values",
+    ),
     ("seed: [1", r"mine\.yaml:1: invalid YAML"),
     ("seed: " + "[" * 5000, r"mine\.yaml: nested too deeply"),
     ("optimizer: {args: {1: 2}}", r"the mapping \{1: 2\}, expected a mapping of names"),

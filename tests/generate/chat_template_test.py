@@ -55,6 +55,30 @@ def test_renderings_have_a_budget_of_steps(monkeypatch, source):
     chat_template.render("{% set l = range(99999) | list %}" + source, CHAT)
 
 
+@pytest.mark.parametrize(
+  "reading",
+  [
+    *("s.count('x')", "s.find('x')", "s == t", "s < t", "s is eq t", "s in [t]"),
+    *("s[1:]", "[s, t].count(t)", "([s, t] * 50) | sort", "'x'.startswith(s)"),
+    *(
+      "s.encode()",
+      "{s: 1}[t]",
+      "s | trim",
+      "{s: 1} | dictsort",
+      "'x' | replace(s, '')",
+    ),
+  ],
+)
+def test_reading_long_texts_takes_steps(monkeypatch, reading):
+  # One round reads 16 MB; with one step a round, 20 rounds would be nothing.
+  monkeypatch.setattr(template_limits, "_MOST_STEPS", 500_000)
+  long = "{% set s = 'ab' * 8000000 %}{% set t = 'ab' * 7999999 ~ 'ac' %}"
+  with pytest.raises(template_limits.ChatTemplateCostError, match="500,000 steps"):
+    chat_template.render(
+      long + "{% for i in range(20) %}{% set y = " + reading + " %}{% endfor %}", CHAT
+    )
+
+
 def test_bounds_change_no_text(monkeypatch):
   source = """{% for m in messages %}{% for c in m.content if c in 'hi' %}{{ loop.index
     ~ c + '-' * 2 }}{% endfor %}{{ [m.role, ('a', 1)] | join(', ') }}{{ 2 ** 10

@@ -101,7 +101,7 @@ def test_rope_scaling_wins_over_rope_parameters():
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"use_sliding_window": True}, "use_sliding_window True: this family has"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is m"),
-    ({"layer_types": 3}, "layer_types is 3, expected a list of"),
+    ({"layer_types": 3}, "layer_types is 3, it must be a list"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "32"}, "hidden_size is '32', it must be a whole number"),

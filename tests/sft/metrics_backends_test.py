@@ -7,12 +7,14 @@ import types
 
 import pytest
 
+from tests.sft import trainers
 from tunix.sft.metrics_backends import (
   ConsoleBackend,
   RewindableBackend,
   TensorboardBackend,
   WandbBackend,
 )
+from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.utils import env
 
 
@@ -114,6 +116,27 @@ def test_wandb_offline(tmp_path):
     [sys.executable, "-c", WANDB, str(tmp_path)], check=True, env=environment
   )
   assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+
+
+class Unreachable(Exception):
+  """In the place of `wandb.Error`."""
+
+
+def test_wandb_that_does_not_answer_ends_the_run_before_its_first_step(
+  tmp_path, monkeypatch
+):
+  def init(**settings):
+    raise Unreachable("api_key not\nconfigured")
+
+  stub = types.SimpleNamespace(init=init, Error=Unreachable)
+  monkeypatch.setitem(sys.modules, "wandb", stub)
+  options = MetricsLoggerOptions(
+    tmp_path, backend_factories=[lambda: WandbBackend("p")]
+  )
+  expected = r"W&B does not .* 'p' \(api_key not configured\): log in with"
+  with pytest.raises(RuntimeError, match=expected) as caught:
+    trainers.trainer(metrics_logging_options=options)
+  assert "\n" not in str(caught.value) and "WANDB_MODE=offline" in str(caught.value)
 
 
 def test_wandb_is_not_started_before_a_value_is_sent(monkeypatch):

@@ -246,16 +246,35 @@ def _bounded_filter(name: str, function: Any) -> Any:
     if name == "join" and given:
       given = (list(given[0]), *given[1:])
       args = (*args[:skipped], *given)
+    for arg in given:
+      limits.spend_read(arg)
     if given:
-      limits.spend(given[0])
       limits.check_call(name, (*given, *kwargs.values()))
     return limits.spend(function(*args, **kwargs))
 
   return call
 
 
+# jinja's tests that compare or read whole texts.
+_READING_TESTS = (
+  *("eq", "equalto", "==", "ne", "!=", "in", "lower", "upper"),
+  *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
+)
+
+
+def _reading_test(function: Any) -> Any:
+  """Returns a test that takes steps for the texts that it reads."""
+
+  def call(*args: Any) -> Any:
+    for arg in args:
+      limits.spend_read(arg)
+    return function(*args)
+
+  return call
+
+
 def _bound_tree(template: Any) -> None:
-  """Makes loops, `~`, `in` and literals of a parsed template take steps."""
+  """Makes loops, `~`, comparisons, slices and literals of a template take steps."""
   import jinja2.nodes as nodes
   import jinja2.visitor
 
@@ -273,8 +292,17 @@ def _bound_tree(template: Any) -> None:
 
     def visit_Operand(self, node: Any) -> Any:
       self.generic_visit(node)
-      if node.op in ("in", "notin"):
-        node.expr = spending(node.expr, "_spend")
+      # Comparing with a literal reads no more than the literal.
+      if node.op in ("in", "notin") or not isinstance(node.expr, nodes.Const):
+        node.expr = spending(node.expr, "_spend_read")
+      return node
+
+    def visit_Getitem(self, node: Any) -> Any:
+      self.generic_visit(node)
+      if isinstance(node.arg, nodes.Slice):
+        return spending(node, "_spend")
+      if not isinstance(node.arg, nodes.Const):
+        node.arg = spending(node.arg, "_spend")
       return node
 
     def visit_Concat(self, node: Any) -> Any:
@@ -317,6 +345,10 @@ def _sandbox() -> Any:
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
       owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
+      if isinstance(owner, str | bytes | list | tuple):
+        limits.spend_read(owner)
+      for arg in args:
+        limits.spend_read(arg)
       if isinstance(owner, str | bytes | int):
         limits.check_call(called.__name__, (owner, *args, *kwargs.values()))
       elif called is dict:
@@ -331,6 +363,9 @@ def _sandbox() -> Any:
     environment = Sandbox(finalize=limits.spend, **options)
     for name, function in environment.filters.items():
       environment.filters[name] = _bounded_filter(name, function)
+    for name in _READING_TESTS:
+      environment.tests[name] = _reading_test(environment.tests[name])
+    environment.filters["_spend_read"] = limits.spend_read
     environment.filters["_spend"] = limits.spend
     environment.filters["_spend_all"] = limits.spend_all
     environment.globals["namespace"] = Namespace

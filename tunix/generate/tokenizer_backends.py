@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.generate import tokenizer_files
+from tunix.generate import tokenizer_files, tokenizer_limits
 
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
 _TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
@@ -191,10 +191,12 @@ class TokenizersBackend(Backend):
     encode, adds = self._rust.encode, add_special_tokens
     if len(text) > _LONG_TEXT:
       encode = lambda x, **options: self._rust.encode_batch([x], **options)[0]
-    return encode(text, add_special_tokens=adds).ids
+    with tokenizer_limits.without_panic(self.folder):
+      return encode(text, add_special_tokens=adds).ids
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+    with tokenizer_limits.without_panic(self.folder):
+      return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
 
   def id_of(self, text: str) -> int | None:
     return self._rust.token_to_id(text)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.generate import tokenizer_files
+from tunix.generate import tokenizer_files, tokenizer_limits
 from tunix.generate.tokenizer_backends import TokenizersBackend
 from tunix.models import hub
 from tunix.utils import optional
@@ -91,6 +91,7 @@ def _load_fast(files: tokenizer_files.TokenizerFiles) -> TokenizersBackend:
     raise ValueError(
       f"{files.tokenizer_json} is no tokenizer ({error}); download the folder again"
     ) from error
+  tokenizer_limits.check(rust, str(files.tokenizer_json))
   rust.no_truncation()
   rust.no_padding()
   fields = ("content", *tokenizer_files.ADDED_TOKEN_FLAGS)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.transformer import hf_values
-from tunix.utils import checks
+from tunix.utils import checks, patterns
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,21 @@ READ = frozenset(
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
   + ("modules_to_save",)
 )
+# The fields that select modules, and the kinds of their values. Every entry is compared
+# with the name of every module.
+_SELECTORS: Mapping[str, tuple[type, ...]] = {
+  "target_modules": (str, list),
+  "exclude_modules": (str, list),
+  "layers_pattern": (str, list),
+  "layers_to_transform": (int, list),
+  "modules_to_save": (list,),
+  "target_parameters": (list,),
+  "rank_pattern": (dict,),
+  "alpha_pattern": (dict,),
+}
+_KIND_NAMES = {str: "a text", list: "a list", int: "a whole number", dict: "a table"}
+_MOST_ENTRIES = 4096
+
 # Fields that do not change the adapter's function: bookkeeping, settings of features
 # that are refused, and settings of the random initialisation.
 WITHOUT_MEANING = frozenset(
@@ -44,6 +59,30 @@ _MERGE = (
   "merge it with PEFT (merge_and_unload, then save_pretrained) and load the "
   "merged model"
 )
+
+
+def require_readable(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
+  """Refuses fields that select modules and are of another kind, or too long to search.
+
+  Args:
+    path: the path of `adapter_config.json`, for messages.
+    peft: its contents.
+
+  Raises:
+    ValueError: the message names the field and what was expected.
+  """
+  for field, kinds in _SELECTORS.items():
+    value = peft.get(field)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+      expected = " or ".join(_KIND_NAMES[kind] for kind in kinds)
+      raise ValueError(f"{path}: {field} is {value!r:.80}; expected {expected}")
+    if isinstance(value, list) and not all(isinstance(x, str | int) for x in value):
+      raise ValueError(f"{path}: {field} is {value!r:.80}; expected a list of texts")
+    if isinstance(value, list | dict) and len(value) > _MOST_ENTRIES:
+      raise ValueError(
+        f"{path}: {field} has {len(value):,} entries; expected at most "
+        f"{_MOST_ENTRIES:,}. Name the ends of the modules' names, such as 'q_proj'"
+      )
 
 
 def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
@@ -110,23 +149,34 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
     ValueError: a value is missing or is no number in range.
   """
   rank = _by_pattern(peft, "rank_pattern", "r", name, hf_values.integer)
-  alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, hf_values.number)
-  checks.number(f"the rank of {name}", rank, checks.COUNT, whole=True)
+  alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, _any_number)
   return rank, alpha
 
 
 def _by_pattern(
-  peft: Mapping[str, Any], patterns: str, field: str, name: str, read: Any
+  peft: Mapping[str, Any], table: str, field: str, name: str, read: Any
 ) -> Any:
   """Returns the value of the first pattern that matches the end of a module's name.
 
   Without a match it is the value of `field`. This is PEFT's rule.
   """
-  values = peft.get(patterns) or {}
+  values = hf_values.table(peft, table)
   for pattern in values:
-    if re.match(rf"(.*\.)?({pattern})$", name):
+    if _selects(table, rf"(.*\.)?({pattern})", name):
       return read(values, pattern)
   return read(peft, field)
+
+
+def _selects(field: str, pattern: str, name: str) -> bool:
+  """Returns True if a pattern of a field matches a whole name."""
+  try:
+    return patterns.matches(pattern, name)
+  except ValueError as error:
+    raise ValueError(f"{field}: {error}") from error
+
+
+def _any_number(peft: Mapping[str, Any], field: str) -> float:
+  return hf_values.number(peft, field, within=checks.ANY)
 
 
 def require_targeted(peft: Mapping[str, Any], name: str) -> None:
@@ -143,15 +193,12 @@ def require_targeted(peft: Mapping[str, Any], name: str) -> None:
     ValueError: the configuration does not select the module.
   """
   targets, indices = peft.get("target_modules"), peft.get("layers_to_transform")
-  chosen = targets is None or targets == "all-linear" or _named(targets, name)
+  chosen = targets in (None, "all-linear") or _named(peft, "target_modules", name)
   by_end = isinstance(targets, list) and name not in targets
   if chosen and by_end and indices not in (None, []):
-    layers = peft.get("layers_pattern") or [r"[^.]*"]
-    layers = [layers] if isinstance(layers, str) else layers
-    matches = (re.match(rf"(?:^|.*?\.){x}\.(\d+)\.", name) for x in layers)
-    layer = next((int(m.group(1)) for m in matches if m), None)
+    layer = _layer_of(peft, name)
     chosen = layer in (indices if isinstance(indices, list) else [indices])
-  if not chosen or _named(peft.get("exclude_modules") or [], name):
+  if not chosen or _named(peft, "exclude_modules", name):
     raise ValueError(
       f"the file holds an adapter of {name!r}, which target_modules, exclude_modules "
       "or layers_to_transform of adapter_config.json leave out, so that PEFT ignores "
@@ -159,11 +206,26 @@ def require_targeted(peft: Mapping[str, Any], name: str) -> None:
     )
 
 
-def _named(targets: str | list[str], name: str) -> bool:
-  """Returns True if PEFT's `targets` select a module.
+def _layer_of(peft: Mapping[str, Any], name: str) -> int | None:
+  """Returns the number of a module's layer: the first one after a layers' pattern."""
+  given = peft.get("layers_pattern") or r"[^.]*"
+  parts = name.split(".")
+  for pattern in [given] if isinstance(given, str) else given:
+    for i in range(1, len(parts) - 1):
+      before = ".".join(parts[:i])
+      if parts[i].isdecimal() and _selects(
+        "layers_pattern", rf"(?:.*\.)?(?:{pattern})", before
+      ):
+        return int(parts[i])
+  return None
+
+
+def _named(peft: Mapping[str, Any], field: str, name: str) -> bool:
+  """Returns True if a field of modules selects a module.
 
   A list holds ends of names; a string is a regular expression for a whole name.
   """
+  targets = peft.get(field) or []
   if isinstance(targets, str):
-    return re.fullmatch(targets, name) is not None
+    return _selects(field, targets, name)
   return any(name == x or name.endswith(f".{x}") for x in targets)

@@ -34,7 +34,7 @@ from tunix.models.adapter_stacks import TensorAdapter, stacked, unstacked
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.tensor_files import NewTensor, StoredTensor
-from tunix.models.transformer import params
+from tunix.models.transformer import hf_values, params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.whole_files import PREFIX, read_tensor
@@ -300,6 +300,7 @@ def read_adapter(
   family = family or families.of_config(model.config)
   # Only models with fused experts have parameters that `target_parameters` can select.
   known = {"target_parameters"} if adapter_parameters.names(model, family) else set()
+  adapter_config.require_readable(path / CONFIG_FILE, peft)
   adapter_config.require_exact(
     path / CONFIG_FILE, {name: peft[name] for name in peft.keys() - known}
   )
@@ -309,8 +310,11 @@ def read_adapter(
     raw = key.removeprefix(PREFIX)
     tensors[PREFIX + family.canonical_key(raw)] = tensor
     spelled[_module(family.canonical_key(raw))] = _module(raw)
-  whole = whole_files.read(model, family, tensors, peft)
-  return _read(model, family, tensors, spelled, peft), whole
+  try:
+    whole = whole_files.read(model, family, tensors, peft)
+    return _read(model, family, tensors, spelled, peft), whole
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
 
 
 def _module(key: str) -> str:
@@ -348,7 +352,7 @@ def _read(
       continue
     stack = []
     for name in _names(model, family, path):
-      keys = _keys(name, bool(peft.get("use_dora")))
+      keys = _keys(name, hf_values.flag(peft, "use_dora"))
       if tensors.keys().isdisjoint(keys):
         stack.append(None)
         continue
@@ -391,5 +395,5 @@ def _read_tensor_adapter(
     read_tensor(tensors, key, expected)
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
   )
-  scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
+  scale = alpha / (math.sqrt(rank) if hf_values.flag(peft, "use_rslora") else rank)
   return TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)

@@ -20,7 +20,7 @@ from tunix.models.adapter_stacks import TensorAdapter
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.stored_tensor import StoredTensor
-from tunix.models.transformer import params
+from tunix.models.transformer import hf_values, params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -148,11 +148,11 @@ def read(
     a = whole_files.read_tensor(tensors, keys[0], (experts * rank, rows))
     b = whole_files.read_tensor(tensors, keys[1], (columns, rank * experts))
     used.update(keys)
-    scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
+    scale = alpha / (math.sqrt(rank) if hf_values.flag(peft, "use_rslora") else rank)
     parts.append(TensorAdapter(name, a.T, b.T, None, scale, experts))
   if all(part is None for part in parts):
     return None
-  return _stacked(parts, shape, bool(peft.get("use_rslora")))
+  return _stacked(parts, shape, hf_values.flag(peft, "use_rslora"))
 
 
 def _stacked(

@@ -17,7 +17,7 @@ from tunix.models import lora_modules
 from tunix.models.lora_modules import Adapter
 from tunix.models.transformer import hf_values
 from tunix.models.transformer.layers import Linear
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib
 
 
 class TensorAdapter(NamedTuple):
@@ -104,6 +104,6 @@ def stacked(
     b=b.reshape(*stack, rank, columns),
     magnitude=None if m is None else m.reshape(*stack, columns),
     scale=scale,
-    dropout=hf_values.number(peft, "lora_dropout", 0.0),
-    rslora=bool(peft.get("use_rslora")),
+    dropout=hf_values.number(peft, "lora_dropout", 0.0, checks.NOT_NEGATIVE),
+    rslora=hf_values.flag(peft, "use_rslora"),
   )

@@ -26,7 +26,7 @@ from tunix.models import (
 )
 from tunix.models.families import Family
 from tunix.models.quantisation import QuantisationConfig
-from tunix.models.transformer import sharding as sharding_lib
+from tunix.models.transformer import hf_values, sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -293,7 +293,8 @@ def named_dtype(hf: Mapping[str, Any]) -> Any:
   """
   text = hf.get("text_config")
   tables = (hf, text) if isinstance(text, Mapping) else (hf,)
-  spelled = (table.get(name) for table in tables for name in ("dtype", "torch_dtype"))
+  names = ("dtype", "torch_dtype")
+  spelled = (hf_values.text(table, name, "") for table in tables for name in names)
   named = next(filter(None, spelled), None)
   if named is None:
     return None

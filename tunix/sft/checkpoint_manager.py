@@ -1,8 +1,9 @@
 """CheckpointManager: reads and writes checkpoints with orbax.
 
 A checkpoint is a RunState: `model_params`, `model_rest`, `optimizer_state` (arrays),
-`progress` and `custom_metadata` (JSON). Fields that are None are not written. Saving is
-collective: all processes of a run must call it.
+`progress` and `custom_metadata` (JSON). Fields that are None are not written. The item
+`checksums` (JSON) covers all others; older checkpoints lack it and are read unchecked.
+Saving is collective: all processes of a run must call it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 from flax import nnx
 
 from tunix.sft import (
+  checkpoint_checksums as checksums,
   checkpoint_errors as errors,
   checkpoint_forms as forms,
   orbax_options,
@@ -29,6 +31,7 @@ from tunix.utils import coordination, env, tree
 _log = logging.getLogger(__name__)
 
 _JSON = ("progress", "custom_metadata")
+_CHECKSUMS = "checksums"
 
 # The open orbax managers of this process, by folder. A notebook cell that is run again
 # makes a second manager of a folder while the first one may still be writing; the
@@ -86,7 +89,9 @@ class CheckpointManager:
       name: ocp.PyTreeCheckpointHandler(use_ocdbt=newer, use_zarr3=newer)
       for name in ARRAYS
     }
-    return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
+    return handlers | {
+      name: ocp.JsonCheckpointHandler() for name in (*_JSON, _CHECKSUMS)
+    }
 
   @property
   def timeout_secs(self) -> int:
@@ -116,19 +121,22 @@ class CheckpointManager:
     self.check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
-    coordination.gather(
-      *(f"writing checkpoint {step}", None, self.timeout_secs),
+    arrays, values = state.arrays(), _json_values(state)
+    for name, value in values.items():
+      _check_json(name, value)
+    everywhere = coordination.gather(
+      f"writing checkpoint {step}",
+      checksums.of(arrays, values),
+      self.timeout_secs,
       topic="writing checkpoints",
     )
     import orbax.checkpoint as ocp
 
     items: dict[str, Any] = {
-      name: ocp.args.PyTreeSave(part) for name, part in state.arrays().items()
+      name: ocp.args.PyTreeSave(part) for name, part in arrays.items()
     }
-    for name in _JSON:
-      if (value := getattr(state, name)) is not None:
-        _check_json(name, value)
-        items[name] = ocp.args.JsonSave(value)
+    values[_CHECKSUMS] = checksums.joined(everywhere)
+    items |= {name: ocp.args.JsonSave(value) for name, value in values.items()}
     # A save in the background may report the failure of an earlier one.
     with errors.named_failure(self._root, None if self._options.asynchronous else step):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
@@ -230,11 +238,14 @@ class CheckpointManager:
           restore_args=ocp.checkpoint_utils.construct_restore_args(target),
           partial_restore=partial,
         )
-    for name in _JSON:
+    for name in (*_JSON, _CHECKSUMS):
       if name in written:
         items[name] = ocp.args.JsonRestore()
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-    return RunState(**{name: restored[name] for name in items})
+    state = RunState(**{name: restored[name] for name in items if name != _CHECKSUMS})
+    if _CHECKSUMS in items:
+      checksums.check(restored[_CHECKSUMS], state.arrays(), _json_values(state))
+    return state
 
   def _written_items(self, step: int) -> set[str]:
     """Returns the names of the saved items.
@@ -393,6 +404,11 @@ class CheckpointManager:
         f"the checkpoint manager of {self._root} is closed. Make a new one, or a new "
         "trainer, to save again."
       )
+
+
+def _json_values(state: RunState) -> dict[str, Any]:
+  values = {name: getattr(state, name) for name in _JSON}
+  return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_json(name: str, value: Any) -> None:

@@ -176,7 +176,10 @@ class TensorboardBackend:
 
 
 class WandbBackend:
-  """Sends metrics to a Weights & Biases run, which starts with the first value.
+  """Sends metrics to a Weights & Biases run.
+
+  A trainer starts it before its first step, so that a server that does not answer ends
+  the run at once. Otherwise it starts with the first value.
 
   The values of a step are sent together and steps in ascending order, because W&B drops
   values of earlier steps. A resumed run continues the W&B run of the checkpoint, which
@@ -224,12 +227,17 @@ class WandbBackend:
     return {"run_id": self._run_id, "open": self._records.state()}
 
   def rewind(self, position: dict[str, Any] | None) -> None:
-    """Continues the W&B run of the position; None starts a new one."""
+    """Continues the W&B run of the position; None starts a new one.
+
+    Raises:
+      RuntimeError: W&B does not start the run; the message has the remedy.
+    """
     run_id = None if position is None else position["run_id"]
     if run_id != self._run_id:
       self._finish()
     self._run_id = run_id
     self._records.load([] if position is None else position["open"])
+    self._open()
 
   def flush(self) -> None:
     self._send(self._records.release_all())
@@ -252,7 +260,16 @@ class WandbBackend:
   def _open(self) -> Any:
     if self._run is None:
       wandb = optional.require("wandb", "logging to Weights & Biases", "wandb")
-      self._run = wandb.init(id=self._run_id, resume="allow", **self._settings)
+      try:
+        self._run = wandb.init(id=self._run_id, resume="allow", **self._settings)
+      except wandb.Error as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+          f"W&B does not start a run of project {self._settings['project']!r} "
+          f"({reason}): log in with `wandb login`, or set WANDB_MODE=offline and call "
+          "`wandb sync` later, or switch it off (WANDB_MODE=disabled, "
+          "logging.wandb=false)"
+        ) from error
       self._run_id = self._run.id
     return self._run
 

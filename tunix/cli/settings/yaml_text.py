@@ -73,7 +73,7 @@ def parse(text: str, origin: str) -> Any:
   """
   try:
     # Our loader extends SafeLoader, which builds plain values only.
-    return yaml.load(text, Loader=_Loader)
+    value = yaml.load(text, Loader=_Loader)
   except RecursionError as error:
     raise ValueError(f"{origin}: nested too deeply: flatten it") from error
   except yaml.YAMLError as error:
@@ -81,6 +81,38 @@ def parse(text: str, origin: str) -> Any:
     where = origin if place is None else f"{origin}:{place.line + 1}"
     problem = getattr(error, "problem", None) or "it cannot be read"
     raise ValueError(f"{where}: invalid YAML ({problem}): correct that line") from error
+  _check_aliases(value, origin)
+  return value
+
+
+_MOST_VALUES = 1_000_000
+
+
+def _check_aliases(value: Any, origin: str) -> None:
+  """Refuses a value that contains itself, or that aliases repeat too many times.
+
+  Raises:
+    ValueError: begins with `origin` and names the key.
+  """
+  left, count = [(value, "", ())], 0
+  while left:
+    value, key, above = left.pop()
+    if not isinstance(value, dict | list):
+      continue
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    count += 1 + len(value)
+    if id(value) in above:
+      raise ValueError(
+        f"{origin}: the key {key!r} contains itself: write its value out in place of "
+        "the alias"
+      )
+    if count > _MOST_VALUES:
+      raise ValueError(
+        f"{origin}: the key {key!r} and its aliases have more than {_MOST_VALUES:,} "
+        "values: write fewer aliases"
+      )
+    inside = (*above, id(value))
+    left += [(inner, f"{key}.{name}".lstrip("."), inside) for name, inner in pairs]
 
 
 def lines(value: Any) -> str:

@@ -9,6 +9,7 @@ from tunix.models.family import Family, presets_of
 from tunix.models.transformer import hf_config, hf_mla, hf_values
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.params import HARMLESS
+from tunix.utils import checks
 
 # transformers' values of absent fields.
 _DEFAULTS = {
@@ -37,8 +38,10 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_mla.read`.
   """
   hf = _DEFAULTS | dict(hf)
-  layers = hf_values.integer(hf, "num_hidden_layers")
-  dense = min(hf_values.integer(hf, "first_k_dense_replace"), layers)
+  layers = hf_values.layers(hf)
+  dense = min(
+    hf_values.integer(hf, "first_k_dense_replace", checks.NOT_NEGATIVE), layers
+  )
   return ModelConfig(**hf_mla.read(hf, range(dense)))
 
 

@@ -39,7 +39,7 @@ def gemma2_fields(
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
+  activation = hf_values.text(hf, "hidden_activation", "gelu_pytorch_tanh")
   named = dict(hf) | {"hidden_act": activation}
   fields = hf_config.decoder_fields(named, head_dim=256, tied=True, sliding=sliding)
   scalar = hf_values.number(hf, "query_pre_attn_scalar", 256.0)

@@ -33,7 +33,8 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
     ValueError: see `hf_config.decoder_fields`.
   """
   local_theta = hf_values.number(hf, "rope_local_base_freq", _LOCAL_THETA)
-  pattern = hf_values.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
+  field = "sliding_window_pattern"
+  pattern = hf_values.integer({field: hf.get(field) or 6}, field)
   full, local = hf_rope.read_by_kind(
     hf, hf_values.number(hf, "rope_theta", _GLOBAL_THETA), local_theta
   )

@@ -26,6 +26,7 @@ from tunix.models.gemma3.vision import CHANNELS, VisionConfig
 from tunix.models.transformer.hf_config import check_supported
 from tunix.models.transformer.hf_values import HfConfig, integer, number
 from tunix.models.transformer.params import HfName, NameTable
+from tunix.utils import checks
 
 _TOWER = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
@@ -167,7 +168,7 @@ def image_tokens_from_hf(hf: HfConfig, **options: Any) -> ImageTokens:
   for name in ids:
     for field in (f"{name}_token_index", f"{name}_token_id"):
       if hf.get(field) is not None:
-        ids[name] = integer(hf, field)
+        ids[name] = integer(hf, field, checks.NOT_NEGATIVE)
         break
   return ImageTokens(
     start=ids["boi"],

@@ -14,6 +14,7 @@ from tunix.models.gemma4.model import Gemma4, ModelConfig, experts
 from tunix.models.transformer import hf_config, hf_rope, hf_values
 from tunix.models.transformer.config import TransformerConfig, fields_by_type
 from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
+from tunix.utils import checks
 
 # transformers' values of absent fields.
 _DEFAULTS = {
@@ -80,13 +81,18 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   hf = _DEFAULTS | _text_config(hf)
   hf_config.check_supported(hf, _SUPPORTED)
   full, local = hf_rope.read_by_kind(
-    {"rope_parameters": hf.get("rope_parameters") or _ROPE}, 1_000_000.0, 10_000.0
+    {"rope_parameters": hf_values.table(hf, "rope_parameters") or _ROPE},
+    1_000_000.0,
+    10_000.0,
   )
   read_here = ("rope_parameters", "rope_scaling", *_SUPPORTED)
   plain = {name: value for name, value in hf.items() if name not in read_here}
-  plain |= {"hidden_act": hf["hidden_activation"], "layer_types": _types(hf)}
+  plain |= {
+    "hidden_act": hf_values.text(hf, "hidden_activation", "silu"),
+    "layer_types": _types(hf),
+  }
   fields = hf_config.decoder_fields(plain, tied=True, sliding=lambda i: False)
-  cap = hf.get("final_logit_softcapping")
+  cap = "final_logit_softcapping"
   full_only = {"layer_types": ("full",) * fields["num_layers"]}
   return ModelConfig(
     **full_only
@@ -94,7 +100,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     | {
       "rope": full,
       "local_rope": local,
-      "final_softcap": cap and hf_values.number(hf, "final_logit_softcapping"),
+      "final_softcap": None if hf.get(cap) is None else hf_values.number(hf, cap),
       "type_fields": fields_by_type(full=_full_layers(hf)),
     }
     | _shared(hf, fields["hidden_dim"])
@@ -118,9 +124,9 @@ def _text_config(hf: hf_config.HfConfig) -> dict[str, Any]:
 
 def _types(hf: hf_config.HfConfig) -> list[str]:
   """Returns the kind of each layer; the last one is full, as in transformers."""
-  count = hf_values.integer(hf, "num_hidden_layers")
+  count = hf_values.layers(hf)
   pattern = ("sliding_attention",) * 5 + ("full_attention",)
-  types = hf.get("layer_types") or [pattern[i % 6] for i in range(count)]
+  types = hf_values.listed(hf, "layer_types") or [pattern[i % 6] for i in range(count)]
   return [*types[:-1], "full_attention"]
 
 
@@ -133,7 +139,7 @@ def _full_layers(hf: hf_config.HfConfig) -> dict[str, Any]:
   Raises:
     ValueError: the full layers differ, or other layers have values of their own.
   """
-  joint = bool(hf.get("attention_k_eq_v"))
+  joint = hf_values.flag(hf, "attention_k_eq_v")
   heads = "num_global_key_value_heads"
   by_layer = hf.get("per_layer_config")
   if by_layer is None:
@@ -170,25 +176,29 @@ _FULL_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 
 def _shared(hf: hf_config.HfConfig, hidden_dim: int) -> dict[str, Any]:
   """Returns the fields of layers that read the keys of another layer."""
-  count = hf_values.integer({"n": hf.get("num_kv_shared_layers") or 0}, "n")
+  field = "num_kv_shared_layers"
+  count = hf_values.integer({field: 0} | dict(hf), field, checks.NOT_NEGATIVE)
   if not count:
     return {}
   wide = {"shared_kv_hidden_dim": 2 * hidden_dim}
-  doubled = hf.get("use_double_wide_mlp")
+  doubled = hf_values.flag(hf, "use_double_wide_mlp")
   return {"shared_kv_layers": count} | (wide if doubled else {})
 
 
 def _layer_inputs(hf: hf_config.HfConfig) -> dict[str, Any]:
-  if not hf["hidden_size_per_layer_input"]:
+  field = "hidden_size_per_layer_input"  # null means 0
+  given = 0 if hf[field] is None else hf[field]
+  width = hf_values.integer({field: given}, field, checks.NOT_NEGATIVE)
+  if not width:
     return {}
   return {
-    "layer_input_dim": hf_values.integer(hf, "hidden_size_per_layer_input"),
+    "layer_input_dim": width,
     "layer_input_vocab": hf_values.integer(hf, "vocab_size_per_layer_input"),
   }
 
 
 def _experts(hf: hf_config.HfConfig) -> dict[str, Any]:
-  if not hf.get("enable_moe_block"):
+  if not hf_values.flag(hf, "enable_moe_block"):
     return {}
   counts = ("num_experts", "moe_intermediate_size", "top_k_experts")
   return {"moe": experts(*(hf_values.integer(hf, name) for name in counts))}

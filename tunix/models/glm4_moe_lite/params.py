@@ -36,8 +36,10 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_mla.read`; or `mlp_layer_types` does not name every layer.
   """
   hf = _DEFAULTS | dict(hf)
-  layers = hf_values.integer(hf, "num_hidden_layers")
-  types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+  layers = hf_values.layers(hf)
+  types = hf_values.listed(hf, "mlp_layer_types") or ["dense"] + ["sparse"] * (
+    layers - 1
+  )
   known = isinstance(types, list) and set(map(str, types)) <= {"dense", "sparse"}
   if not known or len(types) != layers:
     raise ValueError(

@@ -60,7 +60,9 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  spelled = hf.get("rope_scaling") or hf.get("rope_parameters")
+  spelled = hf_values.table(hf, "rope_scaling") or hf_values.table(
+    hf, "rope_parameters"
+  )
   hf = _DEFAULTS | dict(hf) | ({} if spelled else {"rope_parameters": _ROPE})
   hf_config.check_supported(hf, {"hidden_act": ("silu", None)})
   fields = hf_config.decoder_fields(hf, head_dim=64, sliding=lambda i: (i + 1) % 2 == 1)
@@ -69,7 +71,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     limit=hf_values.number(hf, "swiglu_limit", ClampedGate.limit),
   )
   moe = gpt_oss.experts(
-    hf_values.integer(hf, "num_local_experts"),
+    hf_values.integer(hf, "num_local_experts", hf_values.EXPERTS),
     hf_values.integer(hf, "intermediate_size"),
     hf_values.integer(hf, "num_experts_per_tok"),
     clamped_gate=gate,

@@ -37,7 +37,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """
   hf = {**_DEFAULTS, **hf}
   hf_config.check_supported(hf, _SUPPORTED)
-  layers = hf_values.integer(hf, "num_hidden_layers")
+  layers = hf_values.layers(hf)
   types = hf.pop("layer_types", None) or hf.pop("layers_block_type", None)
   if not isinstance(types, list) or [x in _ATTENTION for x in types] != [True] * layers:
     raise ValueError(

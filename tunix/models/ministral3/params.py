@@ -12,7 +12,7 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.ministral3.model import Ministral3, ModelConfig
 from tunix.models.mistral import params as mistral_params
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.params import HARMLESS
 
@@ -47,7 +47,9 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_config.decoder_fields`; or the text model is no Ministral 3.
   """
   hf = _text_config(hf)
-  spelled = hf.get("rope_scaling") or hf.get("rope_parameters")
+  spelled = hf_values.table(hf, "rope_scaling") or hf_values.table(
+    hf, "rope_parameters"
+  )
   hf = _DEFAULTS | hf | ({} if spelled else {"rope_parameters": _ROPE})
   windowed = hf["sliding_window"] is not None
   fields = hf_config.decoder_fields(

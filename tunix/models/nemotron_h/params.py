@@ -14,6 +14,7 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 from tunix.models.transformer.params import HfName, NameTable
+from tunix.utils import checks
 
 # Names of the layers in `layers_block_type`, those of transformers before 5.20 too.
 _TYPES: dict[str, LayerType] = {
@@ -72,15 +73,15 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     state_dim=hf_values.integer(hf, "ssm_state_size"),
     groups=hf_values.integer(hf, "n_groups"),
     conv_taps=hf_values.integer(hf, "conv_kernel"),
-    conv_bias=bool(hf["use_conv_bias"]),
-    least_step=hf_values.number(hf, "time_step_min", 0.0),
+    conv_bias=hf_values.flag(hf, "use_conv_bias"),
+    least_step=hf_values.number(hf, "time_step_min", 0.0, checks.NOT_NEGATIVE),
   )
   # The fields of other families that `decoder_fields` reads.
   plain = hf | {
     "num_hidden_layers": len(types),
     "layer_types": None,
-    "rms_norm_eps": hf["layer_norm_epsilon"],
-    "hidden_act": hf["mlp_hidden_act"],
+    "rms_norm_eps": hf_values.number(hf, "layer_norm_epsilon", 1e-6),
+    "hidden_act": hf_values.text(hf, "mlp_hidden_act", "silu"),
     "attention_bias": False,
   }
   fields = hf_config.decoder_fields(plain)
@@ -96,10 +97,10 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 def _read_moe(hf: hf_config.HfConfig, names: list[str]) -> MoEConfig:
   number = lambda name: hf_values.integer(hf, name)
   return MoEConfig(
-    num_experts=number("n_routed_experts"),
+    num_experts=hf_values.integer(hf, "n_routed_experts", hf_values.EXPERTS),
     experts_per_token=number("num_experts_per_tok"),
     hidden_dim=number("moe_intermediate_size"),
-    normalise=bool(hf.get("norm_topk_prob", True)),
+    normalise=hf_values.flag(hf, "norm_topk_prob", True),
     routing="sigmoid",
     groups=number("n_group"),
     groups_used=number("topk_group"),
@@ -110,7 +111,13 @@ def _read_moe(hf: hf_config.HfConfig, names: list[str]) -> MoEConfig:
 
 
 def _layer_names(hf: hf_config.HfConfig) -> list[str]:
-  named, pattern = hf.get("layers_block_type"), hf.get("hybrid_override_pattern")
+  named = hf_values.listed(hf, "layers_block_type") or None
+  pattern = hf.get("hybrid_override_pattern")
+  if pattern is not None and not isinstance(pattern, str):
+    raise ValueError(
+      f"hybrid_override_pattern is {pattern!r}; expected one letter per layer. Correct "
+      "config.json"
+    )
   if named is None and pattern is None:
     raise ValueError(
       "config.json has neither layers_block_type nor hybrid_override_pattern; expected "

@@ -61,8 +61,8 @@ def _without_partial(hf: Mapping[str, Any], limit: int) -> tuple[dict[str, Any],
     table = dict(hf[name])
     partial = hf_values.number(table, "partial_rotary_factor", partial)
     table.pop("partial_rotary_factor", None)
-    kind = table.pop("type", None)
-    kind = table.get("rope_type") or kind
+    kind = hf_values.text(table, "rope_type", hf_values.text(table, "type", "default"))
+    table.pop("type", None)
     # Older files call longrope "su" or "yarn".
     table["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
     if table["rope_type"] == "longrope":

@@ -8,6 +8,7 @@ from tunix.models.family import Family, presets_of
 from tunix.models.qwen2.model import ModelConfig, Qwen2
 from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.utils import checks
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
@@ -27,9 +28,10 @@ def qwen_sliding(hf: hf_config.HfConfig) -> hf_config.IsSliding | None:
   Raises:
     ValueError: `max_window_layers` is no whole number.
   """
-  if not hf.get("use_sliding_window"):
+  if not hf_values.flag(hf, "use_sliding_window"):
     return None
-  first = hf_values.integer({"max_window_layers": 28} | dict(hf), "max_window_layers")
+  field = "max_window_layers"
+  first = hf_values.integer({field: 28} | dict(hf), field, checks.NOT_NEGATIVE)
   return lambda i: i >= first
 
 

@@ -34,21 +34,25 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
-  layers, only_mlp = range(hf["num_hidden_layers"]), hf.get("mlp_only_layers") or ()
-  step = hf.get("decoder_sparse_step") or 1
-  dense = tuple(i for i in layers if i in only_mlp or (i + 1) % step)
+  layers = range(hf_values.layers(hf))
+  only_mlp = set(map(str, hf_values.listed(hf, "mlp_only_layers")))
+  field = "decoder_sparse_step"
+  step = hf_values.integer({field: hf.get(field) or 1}, field)
+  dense = tuple(i for i in layers if str(i) in only_mlp or (i + 1) % step)
   if len(dense) == len(layers):
     raise ValueError(
-      f"mlp_only_layers {[*only_mlp]} and decoder_sparse_step {step} leave none of "
+      f"mlp_only_layers {hf.get('mlp_only_layers') or []} and "
+      f"decoder_sparse_step {step} leave none of "
       f"{len(layers)} layers with experts; expected one at least, or model_type qwen3"
     )
   # transformers 5 writes num_local_experts; folders on the hub have num_experts.
   newer = hf.get("num_local_experts") is not None
+  experts = "num_local_experts" if newer else "num_experts"
   return MoEConfig(
-    num_experts=hf_values.integer(hf, "num_local_experts" if newer else "num_experts"),
+    num_experts=hf_values.integer(hf, experts, hf_values.EXPERTS),
     experts_per_token=hf_values.integer(hf, "num_experts_per_tok"),
     hidden_dim=hf_values.integer(hf, "moe_intermediate_size"),
-    normalise=bool(hf.get("norm_topk_prob", False)),
+    normalise=hf_values.flag(hf, "norm_topk_prob"),
     **hf_moe.read_losses(hf),
     dense_layers=dense,
   )

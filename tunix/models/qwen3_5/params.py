@@ -21,7 +21,7 @@ from tunix.models.transformer.config import (
   TransformerConfig,
   fields_by_type,
 )
-from tunix.models.transformer.hf_values import integer, number
+from tunix.models.transformer.hf_values import integer, layers, number
 from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
 
 # transformers' values of absent fields.
@@ -123,8 +123,8 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[RopeConfig, dict[str, Any]]:
 def _read_types(hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
   named = hf.get("layer_types")
   if named is None:
-    interval = hf.get("full_attention_interval") or 4
-    return pattern(integer(hf, "num_hidden_layers"), integer({"n": interval}, "n"))
+    field = "full_attention_interval"
+    return pattern(layers(hf), integer({field: hf.get(field) or 4}, field))
   if not isinstance(named, list) or not set(map(str, named)) <= set(_LAYER_TYPES):
     raise ValueError(
       f"layer_types is {named!r}, expected a list of {sorted(_LAYER_TYPES)}: correct "

@@ -18,7 +18,7 @@ from tunix.models.qwen3_5 import params as qwen3_5
 from tunix.models.qwen3_5_moe.model import ModelConfig, Qwen3p5Moe, experts
 from tunix.models.transformer import hf_config, hf_moe
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.hf_values import integer
+from tunix.models.transformer.hf_values import EXPERTS, integer
 from tunix.models.transformer.params import HfName, NameTable
 
 # transformers' values of absent fields.
@@ -65,7 +65,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   hf = _DEFAULTS | qwen3_5.text_config(hf)
   width = integer(hf, "moe_intermediate_size")
   moe = experts(
-    integer(hf, "num_experts"),
+    integer(hf, "num_experts", EXPERTS),
     integer(hf, "num_experts_per_tok"),
     width,
     integer(hf, "shared_expert_intermediate_size"),

@@ -42,7 +42,9 @@ def _rotates(hf: hf_config.HfConfig, layers: int) -> list[bool]:
       f"no_rope_layers is {named!r}; expected a list with 0 or 1 for each of the "
       f"{layers} layers. Correct config.json"
     )
-  return [bool(value) for value in named[:layers]]
+  return [
+    hf_values.flag({"no_rope_layers": x}, "no_rope_layers") for x in named[:layers]
+  ]
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:

@@ -17,7 +17,15 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 from tunix.models.transformer.hf_rope import read_rope, write_rope
-from tunix.models.transformer.hf_values import HfConfig as HfConfig, integer, number
+from tunix.models.transformer.hf_values import (
+  HfConfig as HfConfig,
+  flag,
+  integer,
+  layers,
+  listed,
+  number,
+  text,
+)
 
 IsSliding = Callable[[int], bool]
 
@@ -74,8 +82,8 @@ def read_activation(hf: HfConfig) -> Activation:
   Raises:
     ValueError: the decoder does not have this activation.
   """
-  name = hf.get("hidden_act") or "silu"
-  if not isinstance(name, str) or name not in _ACTIVATIONS:
+  name = text(hf, "hidden_act", "silu")
+  if name not in _ACTIVATIONS:
     raise ValueError(f"hidden_act is {name!r}, supported are {sorted(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
@@ -90,11 +98,11 @@ def read_layers(hf: HfConfig, sliding: IsSliding) -> dict[str, Any]:
   Raises:
     ValueError: a type of layer is unknown, or sliding layers have no window.
   """
-  count = integer(hf, "num_hidden_layers")
-  named = hf.get("layer_types")
-  if named is None:
+  count = layers(hf)
+  named = listed(hf, "layer_types")
+  if hf.get("layer_types") is None:
     types = tuple("sliding" if sliding(i) else "full" for i in range(count))
-  elif not isinstance(named, list) or not set(map(str, named)) <= set(_LAYER_TYPES):
+  elif not set(map(str, named)) <= set(_LAYER_TYPES):
     raise ValueError(
       f"layer_types is {named!r}, expected a list of {sorted(_LAYER_TYPES)}: correct "
       "config.json"
@@ -138,17 +146,17 @@ def decoder_fields(
         "head_dim to the config"
       )
     head_dim = dim // heads
-  layers = read_layers(hf, sliding or (lambda i: False))
-  if sliding is None and (layers or hf.get("use_sliding_window")):
+  by_layer = read_layers(hf, sliding or (lambda i: False))
+  if sliding is None and (by_layer or flag(hf, "use_sliding_window")):
     raise ValueError(
       f"layer_types is {hf.get('layer_types')!r} and use_sliding_window "
       f"{hf.get('use_sliding_window')!r}: this family has full attention only"
     )
-  biased = bool(hf.get("attention_bias", False))
+  biased = flag(hf, "attention_bias")
   grouped = hf.get("num_key_value_heads") is not None
   positions = hf.get("max_position_embeddings") is not None
   return {
-    "num_layers": integer(hf, "num_hidden_layers"),
+    "num_layers": layers(hf),
     "vocab_size": integer(hf, "vocab_size"),
     "embed_dim": dim,
     "hidden_dim": integer(hf, "intermediate_size"),
@@ -160,10 +168,10 @@ def decoder_fields(
     "qkv_bias": biased,
     "o_bias": biased,
     "rope": read_rope(hf),
-    "tie_embeddings": bool(hf.get("tie_word_embeddings", tied)),
+    "tie_embeddings": flag(hf, "tie_word_embeddings", tied),
     "max_position": integer(hf, "max_position_embeddings") if positions else None,
     "num_scores": read_scores(hf),
-    **layers,
+    **by_layer,
   }
 
 
@@ -178,7 +186,7 @@ def read_scores(hf: HfConfig) -> int | None:
   Raises:
     ValueError: `id2label` is no table.
   """
-  names = hf.get("architectures") or [""]
+  names = listed(hf, "architectures") or [""]
   if not str(names[0]).endswith(_SCORING):
     return None
   if hf.get("num_labels") is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from tunix.models.transformer import hf_config, hf_moe, hf_values
 from tunix.models.transformer.config import MLAConfig, MoEConfig, TransformerConfig
 from tunix.models.transformer.params import DECODER, HfName, NameTable
+from tunix.utils import checks
 
 # Field -> the values that the decoder supports.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -49,29 +50,28 @@ def read(hf: hf_config.HfConfig, dense_layers: Collection[int]) -> dict[str, Any
   """
   hf_config.check_supported(hf, _SUPPORTED)
   integer = lambda name: hf_values.integer(hf, name)
+  shared = hf_values.integer(hf, "n_shared_experts", checks.NOT_NEGATIVE)
   mla = MLAConfig(
     kv_rank=integer("kv_lora_rank"),
     q_rank=None if hf.get("q_lora_rank") is None else integer("q_lora_rank"),
     nope_dim=integer("qk_nope_head_dim"),
     rope_dim=integer("qk_rope_head_dim"),
     value_dim=integer("v_head_dim"),
-    interleaved=bool(hf.get("rope_interleave", True)),
+    interleaved=hf_values.flag(hf, "rope_interleave", True),
   )
   heads = integer("num_attention_heads")
   sizes = {"head_dim": mla.head_dim, "num_key_value_heads": heads}
   fields = hf_config.decoder_fields(dict(hf) | sizes)
   moe = MoEConfig(
-    num_experts=integer("n_routed_experts"),
+    num_experts=hf_values.integer(hf, "n_routed_experts", hf_values.EXPERTS),
     experts_per_token=integer("num_experts_per_tok"),
     hidden_dim=integer("moe_intermediate_size"),
-    normalise=bool(hf["norm_topk_prob"]),
+    normalise=hf_values.flag(hf, "norm_topk_prob"),
     routing="sigmoid",
     groups=integer("n_group"),
     groups_used=integer("topk_group"),
     scale=hf_values.number(hf, "routed_scaling_factor"),
-    shared_hidden_dim=(
-      integer("moe_intermediate_size") * integer("n_shared_experts") or None
-    ),
+    shared_hidden_dim=integer("moe_intermediate_size") * shared or None,
     dense_layers=tuple(sorted(dense_layers)),
     **hf_moe.read_losses(hf),
   )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tunix.models.transformer.config import MoEConfig
-from tunix.models.transformer.hf_values import HfConfig, number
+from tunix.models.transformer.hf_values import HfConfig, flag, number
+from tunix.utils import checks
 
 _AUX_DEFAULT = 0.001  # transformers' value of an absent `router_aux_loss_coef`
 
@@ -15,9 +16,10 @@ def read_losses(hf: HfConfig) -> dict[str, Any]:
 
   As in transformers, the loss is used only if `output_router_logits` is true.
   """
-  if not hf.get("output_router_logits"):
+  if not flag(hf, "output_router_logits"):
     return {}
-  return {"balance_weight": number(hf, "router_aux_loss_coef", _AUX_DEFAULT)}
+  weight = number(hf, "router_aux_loss_coef", _AUX_DEFAULT, checks.NOT_NEGATIVE)
+  return {"balance_weight": weight}
 
 
 def write_losses(moe: MoEConfig) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.models.transformer.config import RopeConfig, TransformerConfig
-from tunix.models.transformer.hf_values import HfConfig, integer, number
+from tunix.models.transformer.hf_values import (
+  HfConfig,
+  flag,
+  integer,
+  listed,
+  number,
+  table,
+  text,
+)
+from tunix.utils import checks
 
 _DEFAULT_THETA = 10_000.0
 
@@ -21,10 +30,8 @@ def read_rope(hf: HfConfig) -> RopeConfig:
   Raises:
     ValueError: the kind of scaling is unknown, or one of its numbers is missing.
   """
-  values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-  if not isinstance(values, Mapping) or any(
-    isinstance(value, Mapping) for value in values.values()
-  ):
+  values = table(hf, "rope_scaling") or table(hf, "rope_parameters")
+  if any(isinstance(value, Mapping) for value in values.values()):
     raise ValueError(
       f"rope_parameters {values!r} are not one flat table: this family has no rotary "
       "settings by kind of layer"
@@ -43,7 +50,7 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
   Raises:
     ValueError: the kind of scaling is unknown, or one of its numbers is missing.
   """
-  kind = values.get("rope_type", values.get("type")) or "default"
+  kind: Any = text(values, "rope_type", text(values, "type", "default"))
   partial = values.get("partial_rotary_factor")
   if partial not in (None, 1) and kind != "proportional":
     raise ValueError(
@@ -51,8 +58,8 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
       f"{kind!r}"
     )
   common: dict[str, Any] = {"theta": theta}
-  if values.get("llama_4_scaling_beta"):  # 0 means no factor
-    common["query_beta"] = number(values, "llama_4_scaling_beta")
+  if beta := number(values, "llama_4_scaling_beta", 0.0, checks.NOT_NEGATIVE):
+    common["query_beta"] = beta
     common["original_max_position"] = integer(
       values, "original_max_position_embeddings"
     )
@@ -88,9 +95,10 @@ def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
     "beta_slow": number(values, "beta_slow", 1.0),
     "attention_factor": _optional(values, "attention_factor"),
     # transformers takes a 0 of these two for an absent number.
-    "mscale": _optional(values, "mscale") or None,
-    "mscale_all_dim": _optional(values, "mscale_all_dim") or None,
-    "truncate": bool(values.get("truncate", True)),
+    "mscale": number(values, "mscale", 0.0, checks.NOT_NEGATIVE) or None,
+    "mscale_all_dim": number(values, "mscale_all_dim", 0.0, checks.NOT_NEGATIVE)
+    or None,
+    "truncate": flag(values, "truncate", True),
   }
 
 
@@ -104,10 +112,7 @@ def _read_longrope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any], field: str) -> tuple[float, ...]:
-  listed = values.get(field)
-  if not isinstance(listed, list):
-    raise ValueError(f"{field} is {listed!r}; expected a list of numbers")
-  return tuple(number({field: value}, field) for value in listed)
+  return tuple(number({field: value}, field) for value in listed(values, field))
 
 
 def _read_proportional(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,11 +191,11 @@ def read_by_kind(
   Raises:
     ValueError: the settings are not tables by kind of layer, or see `rope_of`.
   """
-  both = hf.get("rope_parameters") or {}
-  if not isinstance(both, Mapping) or "rope_type" in both:
+  both = table(hf, "rope_parameters")
+  if "rope_type" in both:
     raise ValueError(f"rope_parameters is {both!r}, expected a table by kind of layer")
-  full = dict(both.get("full_attention") or {}) | dict(hf.get("rope_scaling") or {})
-  local = dict(both.get("sliding_attention") or {})
+  full = dict(table(both, "full_attention")) | dict(table(hf, "rope_scaling"))
+  local = table(both, "sliding_attention")
   return (
     rope_of(full, number(full, "rope_theta", theta)),
     rope_of(local, number(local, "rope_theta", local_theta)),
