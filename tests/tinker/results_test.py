@@ -1,6 +1,7 @@
 """What is kept of results, and which adapters the engine holds."""
 
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ class Bank:
 
   def __init__(self):
     self.held, self.log = {}, []
+    self.engine = types.SimpleNamespace(adapters=self.held)
     self.go, self.begins = threading.Event(), threading.Event()
 
   def call(self, function, timeout):

@@ -9,9 +9,13 @@ class Terminal(io.StringIO):
 
 
 def test_control_characters_are_escaped_for_a_terminal_only():
-  text = "a\tb\n\x1b]0;title\x07\x9b2J\r\x7f ü\u2028"
-  safe = "a\tb\n\\x1b]0;title\\x07\\x9b2J\\x0d\\x7f ü\u2028"
+  text = "a\tb\n\x1b]0;title\x07\x9b2J\r\x7f ü\u2028\u202e"
+  safe = "a\tb\n\\x1b]0;title\\x07\\x9b2J\\x0d\\x7f ü\\u2028\\u202e"
   assert terminal.shown(text, Terminal()) == safe
   assert terminal.shown(text, io.StringIO()) == text
   marked = "yes".join(terminal.COLOUR)
   assert terminal.shown(marked, Terminal()) == marked
+
+
+def test_a_text_for_a_log_is_one_line():
+  assert terminal.one_line("a\nstep 1: b\u2028c\x85 d\r") == "a step 1: b c d"

@@ -30,7 +30,7 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import coordination
+from tunix.utils import coordination, terminal
 from tunix.utils.metric import Metric
 
 _log = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class Experience:
       rewards = rewards.plus("reward_model", self._cluster.get_rewards(rollouts))
     for line in rewards.problems():
       step = getattr(self._cluster.rollout.version, "step", 0)
-      _log.warning("step %d: no reward from %s", step, line)
+      _log.warning("step %d: no reward from %s", step, terminal.one_line(line))
     return rewards
 
   def _user_metrics(self, rollouts: Rollouts) -> dict[str, Mean]:

@@ -30,7 +30,8 @@ class TinkerCall(Call):
     wants_proto: the client takes Protocol Buffers.
   """
 
-  tenant: str
+  # No default, unlike its base's: every call here has a tenant.
+  tenant: str  # pyright: ignore[reportGeneralTypeIssues]
   proto: bytes | None = None
   wants_proto: bool = False
 

@@ -34,6 +34,9 @@ _LARGE = 256 * 2**20  # bytes that the journal grows until it is written anew
 _RESULT_BYTES = 2**30  # of results, beyond which the oldest ones are dropped
 _KEPT_AT_START = 4096  # results of the process before, whose retrieval is not known
 _KEPT_RESULTS = 1024  # retrieved results that can be retrieved again
+_MOST_SAMPLES = 1024  # of one request
+_MOST_TOPS = 128  # alternatives of a token
+_INT32 = 2**31 - 1
 _UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
 
 
@@ -59,36 +62,62 @@ def check(args: Mapping[str, Any], prompt: np.ndarray, most: int) -> dict[str, A
     raise TinkerError(
       f"the prompt has {prompt.size} tokens; expected 1 to {most - 1}. Shorten it"
     )
-  params = dict(args.get("sampling_params") or {})
+  params = args.get("sampling_params") or {}
+  if not isinstance(params, dict):
+    raise TinkerError(f"sampling_params is {str(params)[:80]!r}; expected an object")
   room = most - prompt.size
-  stop = params.get("stop")
-  stops: dict[str, Any] = {"stop_ids": None, "stop_strings": ()}
-  if isinstance(stop, str):
-    stops["stop_strings"] = (stop,)
-  elif stop is not None and all(isinstance(x, str) for x in stop) and len(stop):
-    stops["stop_strings"] = tuple(stop)
-  elif stop is not None:
-    stops["stop_ids"] = tuple(stop)
   top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
-  limit = params.get("max_tokens")
-  last_n = args.get("prompt_logprobs_last_n")
-  if last_n is not None and not 1 <= last_n < max(prompt.size, 2):
-    raise TinkerError(
-      f"prompt_logprobs_last_n is {last_n}; expected 1 to {prompt.size - 1}. Correct it"
-    )
   return {
-    "num_samples": args.get("num_samples", 1),
-    "max_tokens": room if limit is None else limit,
+    "num_samples": _whole(args, "num_samples", 1, 1, _MOST_SAMPLES),
+    "max_tokens": _whole(params, "max_tokens", room, 1, most),
     "temperature": params.get("temperature", 1.0),
     "top_k": None if top_k in (-1, None) else top_k,
     "top_p": None if top_p in (1, None) else top_p,
     "seed": params.get("seed"),
     "prompt_logprobs": bool(args.get("prompt_logprobs")),
-    "topk_prompt": args.get("topk_prompt_logprobs") or 0,
-    "topk_sample": args.get("topk_sample_logprobs") or 0,
-    "last_n": last_n,
-    **stops,
+    "topk_prompt": _whole(args, "topk_prompt_logprobs", 0, 0, _MOST_TOPS),
+    "topk_sample": _whole(args, "topk_sample_logprobs", 0, 0, _MOST_TOPS),
+    "last_n": _whole(args, "prompt_logprobs_last_n", None, 1, max(prompt.size - 1, 1)),
+    **_stops(params.get("stop")),
   }
+
+
+def _stops(stop: Any) -> dict[str, Any]:
+  """Returns `stop_ids` and `stop_strings` of a request: a text, texts, or ids."""
+  values = [stop] if isinstance(stop, str) else stop
+  if values is None or values == []:
+    return {"stop_ids": None if values is None else (), "stop_strings": ()}
+  if isinstance(values, list) and all(isinstance(x, str) for x in values):
+    return {"stop_ids": None, "stop_strings": tuple(values)}
+  if isinstance(values, list) and all(_is_whole(x, 0, _INT32) for x in values):
+    return {"stop_ids": tuple(values), "stop_strings": ()}
+  raise TinkerError(
+    f"stop is {str(stop)[:80]!r}; expected a text, a list of texts or a list of ids"
+  )
+
+
+def _whole(
+  args: Mapping[str, Any], name: str, default: int | None, least: int, most: int
+) -> int | None:
+  """Returns an integer of a request, or the default if it is missing.
+
+  Raises:
+    TinkerError: it is no integer in the range.
+  """
+  value = args.get(name)
+  if value is None:
+    return default
+  if not _is_whole(value, least, most):
+    raise TinkerError(
+      f"{name} is {str(value)[:80]}; expected an integer from {least} to {most}. "
+      "Correct it"
+    )
+  return value
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  return is_integer and least <= value <= most
 
 
 class Sampler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from tunix.tinker.results import Result
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _JSON_DTYPES = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
 _FLOAT32 = 1
+_INT32 = 2**31 - 1  # ids, and targets of losses
 _STOP_REASONS = {"stop": 0, "length": 1}
 _RECORD = "ArrayRecord"
 
@@ -136,13 +137,14 @@ def _array(data: bytes, dtype: np.dtype) -> np.ndarray:
   return np.frombuffer(data, dtype)
 
 
-def _shaped(values: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
+def _shaped(values: np.ndarray, shape: Any) -> np.ndarray:
   if shape is None:
     return values
-  if any(n < 0 for n in shape) or math.prod(shape) != values.size:
+  whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+  if not whole or math.prod(shape) != values.size:
     raise TinkerError(
-      f"a tensor has the shape {list(shape)} and {values.size} values; expected equal "
-      "numbers. Check the client"
+      f"a tensor has the shape {str(shape)[:80]} and {values.size} values; expected a "
+      "list of sizes with this product. Check the client"
     )
   return values.reshape(shape)
 
@@ -234,13 +236,21 @@ def _tensor_from_json(name: str, value: Any) -> np.ndarray:
 def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
   try:
     array = np.asarray(values)
-    if array.dtype.kind not in "if" and array.size:
+    if (array.dtype.kind not in "if" and array.size) or array.ndim != 1:
       raise ValueError("no numbers")
-    return array.astype(dtype).reshape(-1)
+    made = array.astype(dtype)
   except (TypeError, ValueError, OverflowError) as error:
     raise TinkerError(
       f"{name} holds other values than numbers; expected a flat list of numbers"
     ) from error
+  if dtype.kind == "i":
+    wrong = (made != array) | (np.abs(array) > _INT32)
+    if wrong.any():
+      raise TinkerError(
+        f"{name} has the value {array[wrong][0]}; expected integers that fit 32 bits. "
+        "Check the client"
+      )
+  return made
 
 
 def text(body: Mapping[str, Any], name: str) -> str:

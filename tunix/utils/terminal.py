@@ -9,9 +9,11 @@ from typing import TextIO
 # Green quotation marks, before and after text that is trained.
 COLOUR = ("\033[32m«", "»\033[0m")
 # All control characters except the line break and the tab. An escape sequence can
-# rename the window, move the cursor or write to the clipboard.
+# rename the window, move the cursor or write to the clipboard; other ends of a line
+# forge lines, and marks of direction show a text in another order than it has.
 _CONTROL = re.compile(
-  f"({'|'.join(map(re.escape, COLOUR))})|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+  f"({'|'.join(map(re.escape, COLOUR))})"
+  "|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]"
 )
 
 
@@ -25,4 +27,14 @@ def shown(text: str, stream: TextIO | None = None) -> str:
   """
   if not (stream or sys.stdout).isatty():
     return text
-  return _CONTROL.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
+  return _CONTROL.sub(lambda found: found[1] or _escaped(found[0]), text)
+
+
+def one_line(text: str) -> str:
+  """Returns a text for a log: in one line, with white space as single spaces."""
+  return " ".join(text.split())
+
+
+def _escaped(character: str) -> str:
+  code = ord(character)
+  return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

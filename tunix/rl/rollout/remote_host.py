@@ -16,7 +16,7 @@ from tunix.generate.engine_http import Client, Refused
 from tunix.generate.engine_rows import EngineError
 from tunix.rl.placement import Weights
 from tunix.rl.rollout import host as host_lib
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,7 +113,8 @@ class RemoteHost:
       self._stamp, self.is_open, now = "", False, time.monotonic()
       if lost_at is None:
         lost_at, losses = now, losses + 1
-        _log.warning("waiting for a host that samples: %s", problem)
+        text = terminal.one_line(str(problem))
+        _log.warning("waiting for a host that samples: %s", text)
       if now - lost_at > self._lost_s:
         raise RemoteError(
           f"{self.url} did not come back within {self._lost_s:g} s (lost_s): {problem}"
