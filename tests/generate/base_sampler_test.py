@@ -104,5 +104,5 @@ def test_a_text_that_cannot_fit_is_not_tokenized(echoing, monkeypatch):
 
 
 def test_all_texts_of_an_object_count():
-  assert text_size.may_fit({"a" * 500: ["b" * 12, 3, None]}, 1)
+  assert text_size.may_fit({"a" * 500: ["b" * 10, 3, None]}, 1)  # and two objects
   assert not text_size.may_fit({"a" * 500: [["b" * 12], ("c",)]}, 1)

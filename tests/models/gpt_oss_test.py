@@ -63,7 +63,7 @@ def test_the_balance_loss_is_used_as_in_transformers():
   [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
-    ({"num_local_experts": 0}, "num_experts is 0"),
+    ({"num_local_experts": 0}, "num_local_experts is 0"),
   ],
 )
 def test_other_settings_are_refused(fields, message):

@@ -31,15 +31,15 @@ def main(argv: Sequence[str]) -> None:
   prompts = texts = args.prompt or _read_prompts(args.prompt_file)
   folder, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
+  if args.chat and not tokenizer.has_chat_template():
+    raise ValueError(
+      "--chat is given, but the tokenizer has no chat template; omit it, or put a "
+      "chat_template.jinja into the model's folder"
+    )
   model = loading.load_model(folder, adapter, args.dtype)
   if (most := getattr(model.config, "max_position", None)) is not None:
     text_size.check(texts, most, "Shorten the prompt, or choose another model")
   if args.chat:
-    if not tokenizer.has_chat_template():
-      raise ValueError(
-        "--chat is given, but the tokenizer has no chat template; omit it, or put a "
-        "chat_template.jinja into the model's folder"
-      )
     turns = [[{"role": "user", "content": text}] for text in texts]
     prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
   sampler: Any = sampler_of(model, tokenizer, frozen=True)
