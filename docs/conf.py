@@ -109,7 +109,7 @@ NAVIGATION = (
     "Design and limits",
     [
       *("tour", "design/architecture", "design/libraries"),
-      *("performance", "testing", "limits"),
+      *("performance", "testing", "limits", "security"),
     ],
   ),
 )
