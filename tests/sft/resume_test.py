@@ -141,7 +141,7 @@ def test_the_parts_of_a_run(tmp_path):
   items = {p.name for p in folder.iterdir() if p.is_dir()}
   assert items == {
     *("model_params", "model_rest", "optimizer_state"),
-    *("progress", "custom_metadata"),
+    *("progress", "custom_metadata", "checksums"),
   }
   files = [p.read_text() for p in (folder / "progress").rglob("*") if p.is_file()]
   (progress,) = (json.loads(text) for text in files if "train_steps" in text)
