@@ -365,11 +365,11 @@ def main(user: str, missing: list[str]) -> dict[str, Any]:
     "ended": [(PROGRAMS[int(n)].does, code) for n, code in reached if code != "1"],
     "result": dataclasses.asdict(result),
     "is_alive": is_alive,
-    "is_left": _is_running(mark),
+    "is_left": is_running(mark),
   }
 
 
-def _is_running(mark: str) -> bool:
+def is_running(mark: str) -> bool:
   """Returns whether a process of this machine has a text in its command."""
   for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     try:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.rl.env.tools import hostile
 from tunix.rl.env.tools.jail import Jail, JailSettings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
@@ -27,17 +28,6 @@ def run(code, jail=None, **settings):
 @pytest.fixture(scope="module")
 def protections():
   return Jail().protections()
-
-
-def running(mark: str) -> bool:
-  """Returns whether a process of this machine has a text in its command."""
-  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    try:
-      if mark.encode() in path.read_bytes():
-        return True
-    except OSError:
-      continue
-  return False
 
 
 def test_a_program_runs_with_files_and_input():
@@ -178,7 +168,7 @@ def test_a_daemon_does_not_outlive_its_call():
   argv = [sys.executable, "-c", DAEMON, mark]
   result = Jail().run(argv)
   assert (result.finish, result.stdout) == ("ok", "done\n")
-  assert not running(mark)
+  assert not hostile.is_running(mark)
 
 
 def test_the_scratch_folder_and_its_files_are_gone():
@@ -330,7 +320,7 @@ def test_a_system_without_namespaces():
   assert "processes" not in lines[2]
   assert re.match(r"require has \['processes'\]", lines[3])
   assert out.stderr.count("runs without the protections") == 1
-  assert not running(mark)
+  assert not hostile.is_running(mark)
   assert not pathlib.Path(f"/tmp/jail-{mark}").exists()
 
 
