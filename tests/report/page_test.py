@@ -42,6 +42,18 @@ def test_samples_are_drawn(tmp_path):
   assert sides == ["side best", "side worst"]
 
 
+def test_what_a_model_wrote_is_text(tmp_path):
+  hostile = "</script><img src=x onerror=alert(1)>\u2028<script>"
+  folder = write_run(tmp_path / "run", sample=hostile)
+  made = page.render([Run(name="run", folder=folder)])
+  head, _, data = made.partition('type="application/json">')
+  assert "default-src 'none'" in head and "connect-src" not in head
+  assert "<" not in data.partition("</script>")[0]
+  (article,) = dom.draw(made).iter("article")
+  assert not [*article.iter("img")] and not [*article.iter("script")]
+  assert [pre.text for pre in article.iter("pre")] == [hostile] * 3
+
+
 def test_a_folder_named_like_a_file_of_samples_is_skipped(tmp_path):
   folder = write_run(tmp_path / "run", sample="a completion")
   (folder / "samples" / "000001.jsonl").mkdir()
