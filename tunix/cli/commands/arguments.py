@@ -86,3 +86,19 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
   """Returns the sampling options that are set, by their names in `SamplingOptions`."""
   values = {name: getattr(args, name, None) for name in _SAMPLING}
   return {name: value for name, value in values.items() if value is not None}
+
+
+def add_admission(made: argparse.ArgumentParser) -> None:
+  """Adds what `serve` and `route` admit, and how they end."""
+  add = made.add_argument
+  add("--max_queue", type=int, default=256, help="requests that wait; then 429")
+  add(
+    "--proxy",
+    metavar="ADDRESS",
+    action="append",
+    help="address of a proxy or router, whose requests have no limit of their own. "
+    "May be given several times",
+  )
+  add(
+    "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
+  )

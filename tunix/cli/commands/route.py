@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.commands.serve import KEY, read_key
 from tunix.serve import router
@@ -73,15 +74,5 @@ def parser() -> Parser:
   )
   add("--check_interval", type=float, default=2.0, help="seconds between two checks")
   add("--max_concurrent", type=int, help="requests that run; default: 64 per server")
-  add("--max_queue", type=int, default=256, help="requests that wait; then 429")
-  add(
-    "--proxy",
-    metavar="ADDRESS",
-    action="append",
-    help="address of a proxy or router, whose requests have no limit of their own. "
-    "May be given several times",
-  )
-  add(
-    "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
-  )
+  arguments.add_admission(made)
   return made

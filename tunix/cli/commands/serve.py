@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.build import loading
+from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate import decoders
@@ -307,15 +308,5 @@ def parser() -> Parser:
   add("--tool_format", choices=TOOL_FORMATS, default="auto", help="form of tool calls")
   add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
   add("--max_concurrent", type=int, default=64, help="requests that run")
-  add("--max_queue", type=int, default=256, help="requests that wait; then 429")
-  add(
-    "--proxy",
-    metavar="ADDRESS",
-    action="append",
-    help="address of a proxy or router, whose requests have no limit of their own. "
-    "May be given several times",
-  )
-  add(
-    "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
-  )
+  arguments.add_admission(made)
   return made
