@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import optax
 import pytest
 
 from tests.rl import clusters
@@ -433,6 +434,26 @@ def test_failed_rewards_are_left_out_and_counted():
   logger = learner.rl_cluster.logger
   assert logger.get_metric("", "rewards/failed", Mode.TRAIN) == 4 / 16
   assert np.isfinite(logger.get_metric("actor", "loss", Mode.TRAIN))
+
+
+def test_an_advantage_that_is_no_number_ends_the_run():
+  def huge(rewards, where=None):
+    return np.where(where, 1e300, np.nan)
+
+  learner = clusters.grpo({"advantage_estimator": huge})
+  with pytest.raises(ValueError, match=r"16 of 16 advantages .* the first is 1e\+300"):
+    learner.train(clusters.prompts(1))
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+  learner = saving(tmp_path, every=1)
+  actor = learner.rl_cluster.actor_trainer
+  actor._state.tx = optax.scale(-np.inf)
+  actor._state.forget_steps()
+  with pytest.raises(RuntimeError, match="a weight is not finite after step 1"):
+    learner.train(clusters.prompts(1))
+  learner.close()
+  assert saving(tmp_path).train_steps == 0
 
 
 def test_nothing_but_failures_is_an_error_with_a_name():

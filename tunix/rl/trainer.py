@@ -107,6 +107,14 @@ class Trainer(PeftTrainer):
     """Sets the metrics of the rollouts that the progress bar shows from now on."""
     self._reporter.run_values = values
 
+  def is_finite(self) -> bool:
+    """Returns True if all trained weights are finite."""
+    return self._state.is_finite()
+
+  def check_weights(self) -> None:
+    """Raises RuntimeError if a trained weight is not finite."""
+    self._check_weights()
+
   @property
   def had_no_gradient(self) -> bool:
     """True if the gradient was 0 in every update of the run."""

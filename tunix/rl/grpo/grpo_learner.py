@@ -8,8 +8,8 @@ another config.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import advantages
@@ -87,9 +87,8 @@ class GRPOLearner(RLLearner):
     )
     if self.algo_config.decoupled_rewards:
       parts, weights = rollouts.reward_parts()
-      where = jnp.asarray(rollouts.valid)
-      arrays = [jnp.asarray(part) for part in parts]
-      values = advantages.decoupled(estimate, arrays, weights, where=where)
+      decoupled: Any = advantages.decoupled  # of NumPy arrays: rewards are float64
+      values = decoupled(estimate, parts, weights, where=rollouts.valid)
     else:
       values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
     return self._example(rollouts, np.asarray(values).reshape(-1), old)
