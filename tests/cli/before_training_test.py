@@ -15,6 +15,7 @@ from tunix.cli.build import loading
 from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import dry_run
+from tunix.cli.run.prepare import trained_of
 from tunix.models.automodel import AutoModel
 
 QUESTION = {"prompt": "Two and two?", "answer": "4"}
@@ -60,11 +61,8 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
 
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
-    said = dry_run._memory(
-      config,
-      loading.ModelLoader(config, mesh, of_shapes=True).model(),
-      optimizers.adam(1),
-    )
+    model = loading.ModelLoader(config, mesh, of_shapes=True).model()
+    said = dry_run._memory(trained_of(config, model), model, optimizers.adam(1))
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 
   bare, whole = sizes(), sizes("--lora.modules_to_save=[lm_head]")

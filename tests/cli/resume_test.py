@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.cli import runs
 from tests.cli.errors_test import copy_model
@@ -225,6 +226,16 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
   # A run that is begun now keeps its own.
   assert train(long | {"output_dir": tmp_path / "new"}) == 0
   assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
+
+
+def test_a_folder_from_before_decay_targets_decays_everything(keys):
+  file = keys["output_dir"] / "config.yaml"
+  values = yaml.safe_load(file.read_text())
+  now = values["optimizer"].pop("decay_targets")
+  settled = lambda: prepare(config_lib.load(runs.arguments(**keys))).config
+  assert list(settled().optimizer.decay_targets) == now != [".*"]
+  file.write_text(yaml.safe_dump(values))
+  assert settled().optimizer.decay_targets == (".*",)
 
 
 # Going on after the end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
+
+_log = logging.getLogger(__name__)
 
 
 def reward_manager(
@@ -205,6 +208,11 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
     raise ValueError(
       "beta is 0 and there is a reference model, which would not be used: set beta, or "
       "leave reference= out"
+    )
+  if config.num_generations == 2:
+    _log.warning(
+      "num_generations is 2: each advantage compares with one other completion. Groups "
+      "of 8 (the default of the command) learn better"
     )
   if cluster.critic is not None and not uses_critic:
     raise ValueError(

@@ -231,7 +231,7 @@ class GRPORun(RLRun):
 
   job: Literal["grpo"] = "grpo"
   algorithm: Annotated[GRPOConfig, GRPO_VARIANTS] = dataclasses.field(
-    default=GRPOConfig()
+    default=GRPOConfig(num_generations=8)
   )
 
 

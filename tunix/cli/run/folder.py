@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import objects
+from tunix.cli.build import objects, optimizer
 from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel
@@ -24,7 +24,11 @@ _HEADER = (
 
 # Keys that older versions did not have, with the values that stand for what they did.
 # A run whose config.yaml lacks such a key resumes with this value.
-_FORMER = {"data.pad_to": "max_length"}
+_FORMER = {"data.pad_to": "max_length", "optimizer.decay_targets": (".*",)}
+
+
+# The former default of algorithm.num_generations, and the one of today.
+_FORMER_GENERATIONS = (2, 8)
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
@@ -321,6 +325,17 @@ def _with_former(config: RunSettings, written: Mapping[str, Any]) -> RunSettings
     is_null = dotted in values and values[dotted] is None
     if is_null and name not in (written.get(section) or {}):
       config = keys.with_value(config, dotted, value)
+  if "decay_targets" in (written.get("optimizer") or {}):
+    return config
+  # Defaults of before that key, whose values the file has.
+  is_default = config.training.learning_rate is None
+  if is_default and optimizer.peak_of(config) not in config.schedule.args:
+    rate = 1e-5 if config.lora is None else 2e-4
+    config = keys.with_value(config, "training.learning_rate", rate)
+  former, now = _FORMER_GENERATIONS
+  before = (written.get("algorithm") or {}).get("num_generations")
+  if (before, values.get("algorithm.num_generations")) == (former, now):
+    config = keys.with_value(config, "algorithm.num_generations", former)
   return config
 
 

@@ -175,6 +175,8 @@ def under(name: str, section: type) -> Iterator[None]:
 
 
 def _default(field: dataclasses.Field) -> Any:
+  if (value := facts_of(field).in_command) is not None:
+    return value
   factory = field.default_factory
   return field.default if factory is dataclasses.MISSING else factory()
 

@@ -17,6 +17,7 @@ from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_learner import RLLearner
+from tunix.utils.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class GRPOConfig(AlgorithmConfig):
     ValueError: `num_generations` is below 2: a group of one has no baseline.
   """
 
-  num_generations: int = 2
+  num_generations: int = setting(2, in_command=8)
   decoupled_rewards: bool = False
 
   def __post_init__(self):
