@@ -79,6 +79,36 @@ def check_exploring(rollout: RolloutConfig) -> None:
     )
 
 
+def check_support(
+  rollout: RolloutConfig, config: AlgorithmConfig, staleness: int
+) -> None:
+  """Checks that importance weights compare distributions over the same tokens.
+
+  The engine's log-probabilities are those among the tokens that its filters keep. The
+  trainer's are those among all tokens, and the kept ones are not recorded.
+
+  Args:
+    rollout: the sampling of training.
+    config: settings of the algorithm.
+    staleness: see `AlgorithmConfig.for_staleness`.
+
+  Raises:
+    ValueError: there are filters and a correction.
+  """
+  rule = config.for_staleness(staleness).correction
+  if rule is None or not rollout.filters:
+    return
+  chosen = "which stale rollouts have by default"
+  if config.rollout_correction is not None:
+    chosen = "which compares probabilities among all tokens"
+  name, value = next(iter(rollout.filters.items()))
+  raise ValueError(
+    f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}, "
+    f"{chosen}: the engine's probabilities are those among the tokens that the filter "
+    f"keeps. Leave {name} out, or set algorithm.rollout_correction.kind to off"
+  )
+
+
 def _check_processes(cluster: RLCluster) -> None:
   """Checks a cluster of several processes, which compute every role together.
 
@@ -197,6 +227,8 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   if cluster.cluster_config.training_config.staleness:
     _check_schedule(cluster, config)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
+  staleness = cluster.cluster_config.training_config.staleness
+  check_support(cluster.cluster_config.rollout(Mode.TRAIN), config, staleness)
   if cluster.cluster_config.rollout(Mode.TRAIN).replay_routes:
     _check_routes(cluster)
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
