@@ -409,13 +409,8 @@ class Experience:
 
 
 def _check_finite(advantages: np.ndarray) -> None:
-  """Checks the advantages of rows that are trained on.
-
-  Raises:
-    ValueError: one is not finite in float32.
-  """
-  with np.errstate(over="ignore"):
-    bad = ~np.isfinite(advantages.astype(np.float32))
+  """Raises ValueError if an advantage of rows that are trained on is out of range."""
+  bad = ~(np.abs(advantages) <= np.finfo(np.float32).max)
   if bad.any():
     raise ValueError(
       f"{bad.sum()} of {bad.size} advantages are not finite, the first is "

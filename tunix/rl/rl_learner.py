@@ -386,7 +386,7 @@ class RLLearner(BaseTrainer):
       _log.warning("step %d is not saved: it or a batch after it is incomplete", step)
       return None
     trainers = learner_state.trainers(self.rl_cluster)
-    if not all(trainer.is_finite() for trainer in trainers.values()):
+    if not all(trainer.is_finite for trainer in trainers.values()):
       _log.warning("step %d is not saved: a weight is not finite", step)
       return None
     progress = dataclasses.replace(self._progress, data_state=places[0])

@@ -136,7 +136,7 @@ class PeftTrainer(BaseTrainer):
       matmul_params(self._module.params, self._module.frozen, moe.active_share(model)),
       self._state.devices,
       self.perf_tracer,
-      self._check_weights,
+      self.check_weights,
     )
     self._run = Run(self, config, self.perf_tracer)
     self.restore_checkpoint()
@@ -256,6 +256,11 @@ class PeftTrainer(BaseTrainer):
     """The number of consumed micro-batches."""
     return self._progress.iter_steps
 
+  @property
+  def is_finite(self) -> bool:
+    """True if all trained weights are finite; waits for the device."""
+    return self._state.is_finite()
+
   # Actions.
 
   def train(
@@ -349,6 +354,19 @@ class PeftTrainer(BaseTrainer):
     finally:
       self._reporter.close()
 
+  def check_weights(self) -> None:
+    """Ends a run whose weights are of no use.
+
+    Raises:
+      RuntimeError: A trained weight is not finite.
+    """
+    if not (self._closed or self.is_finite):
+      raise RuntimeError(
+        f"a weight is not finite after step {self.train_steps}, and nothing is saved "
+        "from here on. Lower the learning rate, set training.max_grad_norm, or look at "
+        "the batches and the loss of the last steps"
+      )
+
   # The implementation of `run.Work`; `Run` decides when each method is called.
 
   @property
@@ -423,7 +441,7 @@ class PeftTrainer(BaseTrainer):
     return metrics
 
   def _run_state(self, places: Places) -> RunState | None:
-    if not self._state.is_finite():
+    if not self.is_finite:
       _log.warning("step %d is not saved: a weight is not finite", self.train_steps)
       return None
     return self._state.to_run_state(
@@ -450,23 +468,10 @@ class PeftTrainer(BaseTrainer):
 
   def _end(self) -> None:
     self._reporter.end()
-    self._check_weights()
+    self.check_weights()
     self._call_hook("on_train_end")
 
   # Helper methods.
-
-  def _check_weights(self) -> None:
-    """Ends a run whose weights are of no use.
-
-    Raises:
-      RuntimeError: A trained weight is not finite.
-    """
-    if not (self._closed or self._state.is_finite()):
-      raise RuntimeError(
-        f"a weight is not finite after step {self.train_steps}, and nothing is saved "
-        "from here on. Lower the learning rate, set training.max_grad_norm, or look at "
-        "the batches and the loss of the last steps"
-      )
 
   @property
   def _module(self) -> ModuleState:
