@@ -273,7 +273,7 @@ def test_a_schedule_cannot_be_made_longer_and_the_advice_says_so(settings, capsy
   assert train(keys) == 0
   line = capsys.readouterr().out.splitlines()[-1]
   export = f"--model.path={keys['output_dir']}/export"
-  assert line.startswith("this run is finished: 1 steps")
+  assert line.startswith("this run is finished: 1 step;")
   assert line.endswith(f"start from it with {export} and another output_dir")
   assert "schedule.args" in refused(keys, capsys, training__max_steps=2)
 

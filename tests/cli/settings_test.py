@@ -26,6 +26,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.sft.run import TrainResult
 from tunix.utils.setting import shared_values
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
@@ -467,6 +468,32 @@ def test_a_job_has_one_default_rate_for_each_kind_of_training(job, capsys):
   assert row in (docs / "trainers" / f"{job}.md").read_text()
   row = f"| `{job}` | {usual.whole} | {usual.adapters} |"
   assert row in (docs / "guides" / "command.md").read_text()
+
+
+def test_an_error_of_the_library_gets_the_key_of_the_command():
+  config = config_lib.load(["--job=grpo"])
+  for said, named in (
+    ("mini_batch_size is 3: expected 4", "rl.mini_batch_size is 3: expected 4"),
+    ("max_prompt_length is 3", "rollout.max_prompt_length is 3"),
+    ("seed is 3", "seed is 3"),  # the run's, or that of the rollouts
+    ("a prompt has 3 tokens", "a prompt has 3 tokens"),
+    ("rl.mini_batch_size is 3", "rl.mini_batch_size is 3"),
+  ):
+    with pytest.raises(ValueError) as caught, keys.naming(config):
+      raise ValueError(said)
+    assert str(caught.value) == named
+  with pytest.raises(UnicodeError), keys.naming(config):
+    b"\xff".decode()
+
+
+def test_batches_and_steps_are_in_words():
+  load = lambda *words: config_lib.load([*words, "--data.packing=true"])
+  whole, halves = load(), load("--training.micro_batch_size=4")
+  assert JOBS["sft"].batch(whole).endswith("tokens, packed")
+  assert JOBS["sft"].batch(halves).endswith("tokens, packed, in 2 micro-batches")
+  assert "micro-batches" not in JOBS["dpo"].batch(config_lib.load(["--job=dpo"]))
+  assert str(TrainResult(steps=1, ended_by="data")) == "1 step"
+  assert str(TrainResult(steps=2, ended_by="data")) == "2 steps"
 
 
 def test_groups_have_eight_completions_in_the_command_and_two_in_python():

@@ -95,17 +95,16 @@ def check_support(
   Raises:
     ValueError: there are filters and a correction.
   """
-  rule = config.for_staleness(staleness).correction
-  if rule is None or not rollout.filters:
+  rule, filters = config.for_staleness(staleness).correction, rollout.filters
+  if rule is None or not filters:
     return
-  chosen = "which stale rollouts have by default"
-  if config.rollout_correction is not None:
-    chosen = "which compares probabilities among all tokens"
-  name, value = next(iter(rollout.filters.items()))
+  (name, value), *_ = filters.items()
+  is_default = config.rollout_correction is None
   raise ValueError(
-    f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}, "
-    f"{chosen}: the engine's probabilities are those among the tokens that the filter "
-    f"keeps. Leave {name} out, or set algorithm.rollout_correction.kind to off"
+    f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}"
+    f"{', which stale rollouts have by default' * is_default}: the engine gives "
+    "probabilities among the tokens that the filter keeps, and the trainer among all. "
+    f"Leave {name} out, or set algorithm.rollout_correction.kind to off"
   )
 
 

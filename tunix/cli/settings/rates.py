@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from tunix.cli.settings.run import RunSettings
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
   """The default of a learning rate, and the band around it that is usual."""
 
   default: float
@@ -16,12 +15,11 @@ class Rate:
   high: float
 
   def __str__(self) -> str:
-    low, high, default = map(readable, (self.low, self.high, self.default))
+    default, low, high = map(readable, self)
     return f"{low} to {high} (default {default})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
   """The learning rates of a job, for all weights and for adapters."""
 
   whole: Rate
