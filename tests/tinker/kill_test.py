@@ -135,7 +135,7 @@ def alone(tenant: int, steps: int, folder: pathlib.Path) -> bytes:
 def arrays_at(root: pathlib.Path, path: str) -> bytes:
   run, kind, name = path.removeprefix("tinker://").split("/")
   folder = root / "checkpoints" / run.replace(":", "%3A") / kind / name
-  _, arrays = packed.unpack((folder / "state").read_bytes())
+  _, arrays = packed.read(folder / "state")
   return b"".join(
     np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)
   )
