@@ -13,6 +13,7 @@ from tests.golden import resume_jobs
 from tests.utils.record_file_test import flipped, put
 from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Checkpoints, Place
+from tunix.tinker.records import Records
 from tunix.tinker.runs import Op, Run
 from tunix.tinker.settings import TinkerSettings
 from tunix.tinker.worker import Worker
@@ -22,17 +23,22 @@ from tunix.utils.record_file import MAGIC, RecordError
 SETTINGS = TinkerSettings(keep_results=2)
 
 
+def unpack(root):
+  """Writes the folder of the service that tests/golden/make_tinker.py made."""
+  with tarfile.open(resume_jobs.BEFORE / "tinker.tar.xz") as tar:
+    tar.extractall(root, filter="data")
+
+
 @pytest.fixture
 def before(tmp_path):
-  """A folder of the service that tests/golden/make_tinker.py made."""
-  with tarfile.open(resume_jobs.BEFORE / "tinker.tar.xz") as tar:
-    tar.extractall(tmp_path, filter="data")
+  unpack(tmp_path)
   return tmp_path
 
 
 def folder_of(root):
-  (folder,) = (root / "runs").iterdir()
-  return folder
+  """Returns the folder of its run."""
+  (file,) = (root / "runs").glob("*/state-1")
+  return file.parent
 
 
 def same(one, other):
@@ -104,6 +110,25 @@ def test_a_damaged_run_is_refused_and_its_files_stay(before, name, is_old):
   with pytest.raises(RecordError, match=str(file)):
     Worker(before / "runs", SETTINGS)
   assert names == {x: x.read_bytes() for x in file.parent.iterdir()}
+
+
+def test_a_flipped_bit_of_a_json_file_is_refused_by_name_or_gives_another_value(before):
+  folder = folder_of(before)
+  (session,) = (before / "sessions").iterdir()
+  opened = {folder / "info.json": lambda: Run(folder, SETTINGS).close()}
+  opened[session] = lambda: Records(before)
+  for file, opens in opened.items():
+    opens()
+    data, refused = file.read_bytes(), 0
+    for bit in range(0, 8 * len(data), 7):
+      put(file, flipped(data, bit))
+      try:
+        opens()
+      except RecordError as error:
+        assert str(file) in str(error), bit
+        refused += 1
+    assert refused > len(data) / 8
+    put(file, data)
 
 
 def test_a_state_is_refused_at_each_bit_and_each_length(tmp_path):

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 
 from tunix.tinker import packed
-from tunix.utils import record_file
+from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordFile
 
 _HEAD = struct.Struct("<II")
@@ -25,10 +25,14 @@ def opened(path: pathlib.Path) -> RecordFile:
   Raises:
     RecordError: the journal is damaged.
   """
-  if path.exists() and _is_old(path):
+  is_new = not path.exists()
+  if not is_new and _is_old(path):
     # All are read before one is written.
     record_file.write(path, list(_old_records(path)))
-  return RecordFile(path)
+  file = RecordFile(path)
+  if is_new:
+    io.sync_folder(path.parent)
+  return file
 
 
 def _is_old(path: pathlib.Path) -> bool:

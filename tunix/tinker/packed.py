@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tunix.utils import record_file
-from tunix.utils.record_file import RecordError, RecordFile
+from tunix.utils.record_file import RecordFile
 
 _LENGTH = struct.Struct("<I")
 _MOST = 2**26  # bytes of a record, whose length must fit 32 bits
@@ -82,10 +82,5 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   else:
     with contextlib.closing(RecordFile(path, reads=True)) as file:
       data = b"".join(file.records())
-  try:
+  with record_file.checked(path):
     return unpack(data)
-  except (KeyError, TypeError, ValueError, struct.error) as error:
-    raise RecordError(
-      f"{path} is cut off or damaged: {error}. Restore the file from a copy, or use "
-      "another folder"
-    ) from error

@@ -77,9 +77,11 @@ class Run:
 
   def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
     self.folder = folder
-    self.info = json.loads((folder / "info.json").read_text("utf-8"))
-    self.id, self.owner = self.info["id"], self.info["owner"]
-    self.spec = AdapterSpec(**self.info["spec"])
+    file = folder / "info.json"
+    with record_file.checked(file):
+      self.info = json.loads(file.read_text("utf-8"))
+      self.id, self.owner = self.info["id"], self.info["owner"]
+      self.spec = AdapterSpec(**self.info["spec"])
     self.state: AdapterState | None = None
     self.is_unloaded, self.steps = False, 0
     self.results = Results[int](settings.max_result_bytes)

@@ -9,6 +9,7 @@ difference is damage, which is refused with its place.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pathlib
@@ -43,19 +44,16 @@ class RecordFile:
   """
 
   def __init__(self, path: pathlib.Path, *, reads: bool = False):
-    is_new = not reads and not path.exists()
     self._path, self._reads = path, reads
     self._file: int | None = None
     # Only heads are read: the file may be larger than the memory.
-    self.size = 0 if is_new else _end_of(path)
+    self.size = _end_of(path) if reads or path.exists() else 0
     if reads:
       return
     path.parent.mkdir(parents=True, exist_ok=True)
     os.ftruncate(self._opened(), self.size)
     if not self.size:
       self._write(MAGIC)
-    if is_new:
-      io.sync_folder(path.parent)
 
   def append(self, record: bytes, *, sync: bool = False) -> int:
     """Writes a record, so that it survives a kill; returns its offset.
@@ -136,6 +134,18 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> None:
   """
   io.write_atomic(path, itertools.chain([MAGIC], map(_framed, records)))
   io.sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def checked(path: pathlib.Path) -> Iterator[None]:
+  """Turns errors of a block that reads the content of a file into RecordError."""
+  try:
+    yield
+  except (KeyError, TypeError, ValueError, struct.error) as error:
+    raise RecordError(
+      f"{path} is cut off or damaged ({type(error).__name__}: {error}). Restore the "
+      "file from a copy, or use another folder"
+    ) from error
 
 
 def damaged(path: pathlib.Path, at: int) -> RecordError:
