@@ -100,6 +100,13 @@ def test_a_flipped_bit_after_a_cut_loses_nothing_but_the_unfinished_record(form)
     assert kept == RECORDS[:-1] and bit // 8 >= ends[-2], bit
 
 
+def test_zeros_at_the_end_are_refused(form):
+  path, data, ends = form
+  path.write_bytes(data + bytes(16))
+  with pytest.raises(RecordError, match=f"byte {ends[-1]} of"):
+    found(path)
+
+
 def test_the_bytes_are_those_of_the_journals_of_earlier_runs(tmp_path):
   new(tmp_path / "file", [b'["run",{}]'])
   assert (tmp_path / "file").read_bytes() == b"tunix journal 1\n" + bytes.fromhex(

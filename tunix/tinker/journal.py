@@ -49,7 +49,8 @@ def _old_records(path: pathlib.Path) -> Iterator[bytes]:
   while len(data) - at >= _HEAD.size:
     length, checksum = _HEAD.unpack_from(data, at)
     record = data[at + _HEAD.size : at + _HEAD.size + length]
-    if len(record) == length and zlib.crc32(record) == checksum:
+    # A record is never empty, and the checksum of no bytes is 0.
+    if length and len(record) == length and zlib.crc32(record) == checksum:
       yield record
       at += _HEAD.size + length
     elif len(record) == length or _begins_with(record, checksum):
