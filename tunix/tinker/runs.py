@@ -229,11 +229,11 @@ class Run:
     file = self.folder / f"journal-{number}"
     record_file.write(file, records)
     io.write_atomic(self.folder / "current", str(number).encode())
-    io.sync_folder(self.folder)
     self._journal.close()
     self._generation, self._journal = number, RecordFile(file)
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
+    io.sync_folder(self.folder)
     self._remove_others()
     self.steps = 0
 
