@@ -510,15 +510,21 @@ def test_groups_have_eight_completions_in_the_command_and_two_in_python():
 def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
   words = ["--job=grpo", "--lora.rank=2"]
   load = lambda *more: config_lib.load([*words, *more])
-  written = keys.as_plain(settle_values(load("--algorithm.num_generations=2"), 10))
+  before = load("--algorithm.num_generations=2", "--training.learning_rate=2e-4")
+  written = keys.as_plain(settle_values(before, 10))
   del written["optimizer"]["decay_targets"]
   former = run_folder._with_former(load(), written)
   assert former.algorithm.num_generations == 2
   assert former.training.learning_rate == 2e-4
   assert former.optimizer.decay_targets == (".*",)
+  written["algorithm"]["num_generations"] = None  # as older versions wrote it
+  assert run_folder._with_former(load(), written).algorithm.num_generations == 2
   schedule = "--schedule.name=cosine_decay_schedule"
   former = run_folder._with_former(load(schedule), written)
   assert settle_values(former, 10).schedule.args["init_value"] == 2e-4
+  # The first start of this version writes them down, and the second keeps them.
+  written = keys.as_plain(settle_values(former, 10))
+  assert run_folder._with_former(load(schedule), written) == former
   # Values that are given, and folders of today, stay as they are.
   given = load(schedule, "--schedule.args.init_value=0.5")
   assert settle_values(run_folder._with_former(given, written), 9).schedule.args == {

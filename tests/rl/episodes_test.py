@@ -211,7 +211,13 @@ def test_a_group_that_fails():
   ours = learner(make, algorithm={"num_generations": 2})
   rollouts = ours._rollouts(prompt_batch({"prompts": ["3"] * 5, "how": how}))
   said = [episode.failure or "" for episode in rollouts.episodes[::2]]
-  wanted = ["NoneType", "make_envs gave 1", "is nan; expected a n", "a number up to", ""]
+  wanted = [
+    "NoneType",
+    "make_envs gave 1",
+    "is nan; expected a n",
+    "a number up to",
+    "",
+  ]
   assert all(part in text for part, text in zip(wanted, said)), said
   assert np.isnan(rollouts.rewards.total).tolist() == [True] * 8 + [False] * 2
 

@@ -124,6 +124,7 @@ class OptimizerSettings:
   decay_targets: tuple[str, ...] | None = None
 
   def __post_init__(self):
+    checks.fields(self)
     for target in self.decay_targets or ():
       checks.pattern("decay_targets", target)
     if "learning_rate" in self.args:
