@@ -233,7 +233,8 @@ class RLLearner(BaseTrainer):
     Raises:
       Stopped: SIGINT or SIGTERM arrived; a checkpoint was saved.
       ValueError: there are no prompts, or a prompt is too long.
-      RuntimeError: an earlier update failed, and the models are between two states.
+      RuntimeError: a trained weight is not finite; or an earlier update failed, and the
+        models are between two states.
     """
     if self._is_mid_update:
       raise RuntimeError(

@@ -288,8 +288,8 @@ class PeftTrainer(BaseTrainer):
     Raises:
       Stopped: SIGINT or SIGTERM arrived. The step was finished and saved.
       ValueError: The data is empty, or a global batch has no trained token.
-      RuntimeError: The trainer is closed and cannot save; or an update failed on the
-        device and deleted the weights.
+      RuntimeError: A trained weight is not finite; the trainer is closed and cannot
+        save; or an update failed on the device and deleted the weights.
     """
     return self._run.train(train_ds, eval_ds, skip_jit)
 

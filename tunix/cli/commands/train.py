@@ -143,7 +143,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
   Raises:
     ValueError, FileNotFoundError: something about settings, data or model is wrong;
       nothing was trained.
-    RuntimeError: another process trains in the folder.
+    RuntimeError: another process trains in the folder, or a weight is not finite.
     OSError: the disk is full; earlier checkpoints are complete.
     Stopped: SIGINT or SIGTERM; a checkpoint was saved.
   """
