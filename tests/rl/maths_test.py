@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from tests import toys_text
 from tunix.rl import maths
 
 
@@ -58,7 +59,7 @@ from tunix.rl import maths
     ("7.", 7),
     ("10 \u00d7 2", 20),
     ("10 \u2212 2", 8),
-    *((f"{minus}3e{minus}1", Fraction(-3, 10)) for minus in "-" + maths.MINUSES),
+    *((f"{minus}3e{minus}1", Fraction(-3, 10)) for minus in toys_text.MINUSES),
   ],
 )
 def test_rational_values_are_exact(text, value):

@@ -65,8 +65,10 @@ def test_signs_are_logged_once_on_the_way_and_returned_at_the_end(caplog):
   assert record.getMessage().endswith(*run._notes())
 
 
-def test_a_flat_loss_is_a_note_of_the_result():
+def test_a_flat_loss_is_a_note_of_the_result(caplog):
   batch = trainers.small(0)
   flat = trainers.trainer(learning_rate=None, tx=trainers.optimizers.sgd(0.0))
-  assert "perplexity did not fall" in flat.train([batch] * 12).notes[0]
+  note = flat.train([batch] * 18).notes[0]
+  assert note.startswith("the perplexity did not fall")
+  assert f"after step 16: {note}" in caplog.text
   assert not trainers.trainer().train([batch] * 12).notes
