@@ -49,6 +49,7 @@ SIDEWAYS = {
   ("cli", "tunix.tinker.app"),
   ("cli", "tunix.tinker.service"),
   ("cli", "tunix.tinker.settings"),
+  ("data", "tunix.generate.messages"),
   ("data", "tunix.generate.tokenizer_adapter"),
   ("perf", "tunix.utils.metric"),
   ("tinker", "tunix.serve.app"),

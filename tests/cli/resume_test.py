@@ -206,12 +206,12 @@ def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
 
 
 def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
-  """Rows were `data.max_length` wide before there was data.pad_to."""
+  """As before data.pad_to and tokenizer.messages: `data.max_length` wide, as given."""
   out = tmp_path / "out"
   long = begun | {"data__max_length": 128, "output_dir": out}
-  assert train(long, data__pad_to="max_length") == 0
-  text = (out / "config.yaml").read_text()
-  (out / "config.yaml").write_text(text.replace("  pad_to: max_length\n", ""))
+  assert train(long, data__pad_to="max_length", tokenizer__messages="given") == 0
+  text = (out / "config.yaml").read_text().replace("  pad_to: max_length\n", "")
+  (out / "config.yaml").write_text(text.replace("  messages: given\n", ""))
 
   def shapes(**more):
     data = check(long, training__max_steps=3, **more)
@@ -219,6 +219,8 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
     return {batch["input_tokens"].shape for batch in first}
 
   assert shapes() == {(4, 128)}
+  with pytest.raises(ValueError, match="messages was 'given' and is 'plain'"):
+    shapes(tokenizer__messages="plain")
   assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
   with pytest.raises(ValueError, match="pad_to was 'max_length' and is 'longest'"):
     shapes(data__pad_to="longest")

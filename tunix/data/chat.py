@@ -251,7 +251,8 @@ def _chat(
       some, False, now=TEMPLATE_DATE, generation_marks=marks, **variables
     )
 
-  visible = _visible(messages)
+  # Locating a turn changes its arguments, so they have their last form before.
+  visible = tokenizer.template_messages(_visible(messages), variables.get("tools"))
   if tokenizer.marks_generation(variables.get("tools")):
     segments, needs_eos = marked.find_segments(visible, turns, apply, mark), False
   else:

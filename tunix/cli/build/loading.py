@@ -111,9 +111,11 @@ class ModelLoader:
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
     if objects.is_name(source):
-      return TokenizerAdapter(objects.get(source), **options)
-    revision = model.revision if source == model.path else None
-    return named_tokenizer("tokenizer.path", source, revision=revision, **options)
+      loaded = TokenizerAdapter(objects.get(source), **options)
+    else:
+      revision = model.revision if source == model.path else None
+      loaded = named_tokenizer("tokenizer.path", source, revision=revision, **options)
+    return TokenizerAdapter(loaded, message_form=settings.messages)
 
   def sizes(self) -> Any:
     """Returns the ModelConfig of the model, with the options of the configuration.
