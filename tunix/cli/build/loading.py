@@ -19,6 +19,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, quantisation
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
+from tunix.utils import text_files
 from tunix.utils.setting import shared_values
 
 _TOKENIZER = "tokenizer.json"
@@ -280,7 +281,7 @@ def _read_template(name: str) -> str:
       f"tokenizer.chat_template {name!r}: no such file; give a file of jinja source"
     )
   try:
-    return file.read_text("utf-8")
+    return text_files.read(file)
   except UnicodeDecodeError as error:
     raise ValueError(
       f"tokenizer.chat_template {name!r} is no UTF-8 text ({error}). Give a file of "
