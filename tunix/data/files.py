@@ -238,8 +238,8 @@ class CsvRecords(FileRecords):
     line = lines.first + sum(cell.count("\n") for cell in row[:-1])
     raise ValueError(
       f"{self.name}:{line}: a quotation mark opens a cell, and none closes it; "
-      "expected one at the end of the cell. Remove the mark, or write the cell in quotes with "
-      "each mark in it doubled"
+      "expected one at the end of the cell. Remove the mark, or write the cell in "
+      "quotes with each mark in it doubled"
     )
 
   def _check_columns(self) -> None:
