@@ -51,6 +51,7 @@ SIDEWAYS = {
   ("cli", "tunix.tinker.settings"),
   ("data", "tunix.generate.messages"),
   ("data", "tunix.generate.tokenizer_adapter"),
+  ("data", "tunix.generate.tool_calls"),
   ("perf", "tunix.utils.metric"),
   ("tinker", "tunix.serve.app"),
   ("tinker", "tunix.serve.context"),

@@ -317,7 +317,7 @@ def _without_filler(value: Any, feature: Any) -> Any:
 
   Such formats give every object of a column the keys of all its objects: a message
   without "name" is read back with "name": None. A column that holds nothing but nulls
-  has the type null; somebody wrote these nulls, so they stay.
+  has the type null; some of these nulls were written, so all stay.
 
   Args:
     value: a value of JSON types.
