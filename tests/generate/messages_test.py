@@ -137,6 +137,7 @@ def test_a_conversation_is_the_same_behind_all_doors(name):
     calls = [c for m in messages for c in m.get("tool_calls") or []]
     assert all(call["function"]["name"] in text for call in calls)
     assert '\\"city' not in text  # never encoded twice
+    assert '"index": null' not in text
 
 
 def test_arguments_that_are_no_object_are_refused():
