@@ -16,7 +16,8 @@ ODD = "a\u2028b\x85c\fd\ve\x1cf\rg"
 @pytest.mark.parametrize(
   ("text", "lines"),
   [
-    ("", [""]),
+    ("", []),
+    ("\n", [""]),
     ("a", ["a"]),
     ("a\n", ["a"]),
     ("a\r\n\r\nb\r\n", ["a", "", "b"]),

@@ -21,4 +21,5 @@ def lines(text: str) -> list[str]:
 
   `str.splitlines` splits at eight further characters, such as U+2028, which texts hold.
   """
-  return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+  found = text.removesuffix("\n").split("\n") if text else []
+  return [line.removesuffix("\r") for line in found]
