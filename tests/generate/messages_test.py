@@ -140,6 +140,19 @@ def test_a_conversation_is_the_same_behind_all_doors(name):
     assert '"index": null' not in text
 
 
+@pytest.mark.parametrize("name", ["qwen25", "deepseek_v3"])
+def test_a_call_without_arguments(name):
+  def text(**given):
+    call = {"type": "function", "function": {"name": "f", **given}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "a"}, turn]
+    return tokenizer_of(name).apply_chat_template(messages, False)
+
+  given = [{}, *({"arguments": x} for x in (None, "", " ", "null", "{}", {}))]
+  [only] = {text(**arguments) for arguments in given}
+  assert "{}" in only
+
+
 def test_arguments_that_are_no_object_are_refused():
   tokenizer = tokenizer_of("qwen25")
   for arguments in ("oslo", "[1]", [1]):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix.generate import chat_template
+from tunix.generate.answer_pieces import parsed_json
 from tunix.generate.template_limits import ChatTemplateError
 
 Message = Mapping[str, Any]
@@ -51,6 +52,18 @@ def plain(message: Message) -> dict[str, Any]:
     texts = [part.get("text") or "" for part in message["content"]]
     message["content"] = "".join(texts)
   return message
+
+
+def object_of(arguments: Any) -> Mapping[str, Any] | None:
+  """Returns the arguments of a call as an object; None if they are not one.
+
+  Blank text and null stand for no arguments.
+  """
+  if arguments is None or str(arguments).strip() in ("", "null"):
+    return {}
+  if isinstance(arguments, str):
+    arguments = parsed_json(arguments)
+  return arguments if isinstance(arguments, Mapping) else None
 
 
 def is_parts_of_text(content: Any) -> bool:
@@ -131,24 +144,14 @@ def _formed_call(call: Any, form: CallForm, where: str) -> Any:
   if isinstance(function := call.get("function"), Mapping):
     formed = _formed_call(function, form, f"{where}.function")
     return {**call, "function": formed}
-  arguments = call.get("arguments")
-  if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-    arguments = {}
-  if isinstance(arguments, str) and not form.as_text:
-    arguments = _parsed(arguments)
-  if isinstance(arguments, Mapping) and form.as_text:
+  given = call.get("arguments")
+  arguments = object_of(given)
+  if form.as_text and isinstance(given, str) and arguments != {}:
+    arguments = given
+  elif form.as_text and arguments is not None:
     arguments = json.dumps(arguments, ensure_ascii=False)
-  if not isinstance(arguments, str if form.as_text else Mapping):
+  if arguments is None:
     raise ValueError(
-      f"{where}.arguments is {call['arguments']!r:.60}, expected a JSON object. "
-      "Correct the call"
+      f"{where}.arguments is {given!r:.60}, expected a JSON object. Correct the call"
     )
   return {**call, "arguments": arguments}
-
-
-def _parsed(text: str) -> Any:
-  """Returns the JSON value of a text; None if it is none."""
-  try:
-    return json.loads(text)
-  except (ValueError, RecursionError):
-    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from tunix.serve.errors import ApiError, bad
+from tunix.generate.messages import object_of
+from tunix.serve.errors import bad
 from tunix.serve.fields import Fields, missing, shown
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,18 +66,9 @@ def _check_call(call: Any, name: str) -> None:
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
     raise bad(name, f"{name} is {shown(call)}, expected a call of a function")
   arguments = function.get("arguments")
-  name = f"{name}.function.arguments"
-  if isinstance(arguments, str):
-    try:
-      arguments = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError) as error:
-      raise _no_object(name, arguments) from error
-  if not isinstance(arguments, dict | None):
-    raise _no_object(name, arguments)
-
-
-def _no_object(name: str, value: Any) -> ApiError:
-  return bad(name, f"{name} is {shown(value)}, expected a JSON object as text")
+  if object_of(arguments) is None:
+    name = f"{name}.function.arguments"
+    raise bad(name, f"{name} is {shown(arguments)}, expected a JSON object as text")
 
 
 def read_tools(fields: Fields) -> list[dict[str, Any]]:
