@@ -25,9 +25,12 @@ _HEADER = (
 
 # Keys that older versions did not have, with the values that stand for what they did.
 # A run whose config.yaml lacks such a key resumes with this value.
-_FORMER = {"data.pad_to": "max_length", "optimizer.decay_targets": (".*",)}
-
-
+_FORMER = {
+  "data.pad_to": "max_length",
+  "data.reasoning": "keep",
+  "optimizer.decay_targets": (".*",),
+  "tokenizer.messages": "given",
+}
 # The former default of algorithm.num_generations, and the one of today.
 _FORMER_GENERATIONS = (2, 8)
 
