@@ -48,6 +48,7 @@ def keys(files, model, tmp_path):
     "training__max_steps": 4,
     "training__learning_rate": 0.01,
     "algorithm__beta": 0.1,
+    "algorithm__num_generations": 2,
     "samples__every_n_rollouts": 2,
     "logging__tensorboard": "false",
     "output_dir": tmp_path / "out",
