@@ -25,7 +25,7 @@ from tunix.serve.sampling import read_sampling, read_top
 _MARKS = {
   "deepseek_v3": tool_calls.DEEPSEEK_MARKS,
   "gemma4": tool_calls.GEMMA_MARKS,
-  "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
+  "mistral": tool_calls.MISTRAL_MARKS,
   "harmony": harmony.MARKS,
   "granite": (tool_calls.GRANITE_CALLS,),
   "olmo3": (tool_calls.OLMO_CALLS, tool_calls.OLMO_END),
