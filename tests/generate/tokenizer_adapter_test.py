@@ -186,6 +186,8 @@ def test_files_of_other_shapes_are_read(tmp_path):
   assert TokenizerAdapter.from_pretrained(again).chat_template == adapter.chat_template
   given = TokenizerAdapter.from_pretrained(folder, chat_template="mine")
   assert given.apply_chat_template(CHAT) == "mine"
+  given.save(again)  # a variant of the earlier template would be used for tools
+  assert TokenizerAdapter.from_pretrained(again).chat_template == "mine"
 
 
 def test_damaged_or_absent_files_are_named(tmp_path, monkeypatch):
