@@ -96,20 +96,18 @@ def write_folder(
   *,
   tokenizer_json: str,
   config: Mapping[str, Any],
-  tokens: Mapping[str, str],
 ) -> None:
   """Writes `tokenizer.json` and a `tokenizer_config.json` that AutoTokenizer reads.
 
   Args:
     folder: the folder.
     tokenizer_json: content of `tokenizer.json`.
-    config: further keys of `tokenizer_config.json`.
-    tokens: special tokens by role.
+    config: keys of `tokenizer_config.json`, such as the special tokens by role.
 
   Raises:
     OSError: the folder cannot be written.
   """
-  merged = {"tokenizer_class": "PreTrainedTokenizerFast", **config, **tokens}
+  merged = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
   merged.pop("chat_template", None)  # `write_chat_template` writes its own file.
   io.write_atomic(folder / "tokenizer.json", tokenizer_json.encode())
   io.write_json(folder / "tokenizer_config.json", merged)

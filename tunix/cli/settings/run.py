@@ -92,6 +92,8 @@ class TokenizerSettings:
       a model of Qwen3. They are written into the chat template of the export, so
       `tunix chat` and other programs use them too. data.template_args and the records
       override them.
+    add_bos: puts BOS before plain texts: prompts and rows without a chat template.
+      null: as the tokenizer itself does.
   """
 
   path: str | None = setting(
@@ -101,6 +103,7 @@ class TokenizerSettings:
     None, path="read", may_change=True, fingerprint="chat_template"
   )
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  add_bos: bool | None = None
 
   def __post_init__(self):
     chat_template.check_defaults(self.template_args, "template_args")
