@@ -302,6 +302,11 @@ class TokenizerAdapter:
     template = self.chat_template
     return bool(template) and chat_templates.marks_generation(_select(template, tools))
 
+  def reads_tools(self) -> bool:
+    """Returns True unless a template leaves tools out of the text."""
+    template = self.chat_template
+    return not template or chat_templates.reads_tools(_select(template, True))
+
   def _renderer(self) -> Callable[..., Any] | None:
     """Returns the object's own renderer, for objects without a readable template."""
     renderer = getattr(self.tokenizer, "apply_chat_template", None)
