@@ -12,12 +12,13 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tunix.generate import (
   chat_template as chat_templates,
+  messages as messages_lib,
   tokenizer_files,
   tokenizer_loading,
 )
@@ -51,6 +52,7 @@ class TokenizerAdapter:
     eos_ids: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
     add_bos: bool | None = None,
+    message_form: Literal["plain", "given"] | None = None,
   ):
     """Wraps a tokenizer.
 
@@ -68,6 +70,9 @@ class TokenizerAdapter:
       add_bos: True puts BOS before plain texts, False does not. None does what the
         tokenizer itself does. If it has no post-processor, as SentencePiece files, or
         if `bos_token` is given, None is True.
+      message_form: "plain" gives the chat template messages in the one form of
+        `tunix.generate.messages`; "given" as they are, without null fields. None: the
+        form of the other adapter, else "plain".
 
     Raises:
       ValueError: the object lacks methods, which the message names; it has no token of
@@ -85,8 +90,10 @@ class TokenizerAdapter:
       self._template_args = tokenizer._template_args | self._template_args
       if add_bos is None and not bos_token:
         add_bos = vars(tokenizer).get("add_bos")
+      self._message_form = message_form or tokenizer._message_form
     else:
       self._backend = choose(tokenizer)
+      self._message_form = message_form or "plain"
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
     for role, text in given.items():
       if text is not None:
@@ -315,6 +322,26 @@ class TokenizerAdapter:
     stock = getattr(base, "__module__", "") == "transformers.tokenization_utils_base"
     return None if stock else renderer
 
+  def template_messages(
+    self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+  ) -> list[dict[str, Any]]:
+    """Returns messages in the form in which `apply_chat_template` renders them.
+
+    Args:
+      messages: dicts with "role" and "content".
+      tools: JSON schemas of tools; a tokenizer may have another template for them.
+
+    Raises:
+      ValueError: arguments of a tool call are no JSON object.
+    """
+    if self._message_form == "given":
+      return [messages_lib.present(message) for message in messages]
+    template = self.chat_template
+    form = messages_lib.CallForm()
+    if template:
+      form = messages_lib.call_form(_select(template, tools))
+    return messages_lib.for_template(messages, form)
+
   def apply_chat_template(
     self,
     messages: Sequence[Mapping[str, Any]],
@@ -337,9 +364,11 @@ class TokenizerAdapter:
         (`enable_thinking=False`, ...).
 
     Raises:
-      ValueError: there is no chat template, or it refuses the conversation.
+      ValueError: there is no chat template, it refuses the conversation, or as for
+        `template_messages`.
     """
     template = self.chat_template
+    messages = self.template_messages(messages, kwargs.get("tools"))
     if template:
       source = _select(template, kwargs.get("tools"))
       options = {**self._texts(), **kwargs, "now": now}

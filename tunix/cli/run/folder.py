@@ -24,7 +24,12 @@ _HEADER = (
 
 # Keys that older versions did not have, with the values that stand for what they did.
 # A run whose config.yaml lacks such a key resumes with this value.
-_FORMER = {"data.pad_to": "max_length", "tokenizer.add_bos": True}
+_FORMER = {
+  "data.pad_to": "max_length",
+  "data.reasoning": "keep",
+  "tokenizer.add_bos": True,
+  "tokenizer.messages": "given",
+}
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:

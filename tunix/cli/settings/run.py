@@ -94,6 +94,11 @@ class TokenizerSettings:
       override them.
     add_bos: puts BOS before plain texts: prompts and rows without a chat template.
       null: as the tokenizer itself does.
+    messages: plain gives the chat template all messages in one form, which the server
+      uses too: developer is the role system, arguments of tool calls are objects, or
+      texts if the template joins texts, and a turn of tool calls without text has the
+      content that the template tests for. given changes nothing, as versions before
+      this key did. null: plain.
   """
 
   path: str | None = setting(
@@ -104,6 +109,7 @@ class TokenizerSettings:
   )
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
   add_bos: bool | None = None
+  messages: Literal["plain", "given"] | None = None
 
   def __post_init__(self):
     chat_template.check_defaults(self.template_args, "template_args")
