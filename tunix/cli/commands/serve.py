@@ -65,9 +65,12 @@ def main(argv: Sequence[str]) -> None:
   driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
-  print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
+  size = f"for {config.slots} slots of {config.max_tokens} tokens"
   grammars = _grammars(driver.engine, tokenizer)
-  engine.warm_up(constraints=grammars is not None)
+  engine.warm_up(
+    constraints=grammars is not None,
+    on_part=lambda n, m: print(f"compiling {n} of {m} {size}", flush=True),
+  )
   ready = f"serving {settings.model_name} at"
   service = None
   if tinker is not None:
