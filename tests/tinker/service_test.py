@@ -11,7 +11,7 @@ import pytest
 
 from tests.tinker.serving import base, engine, rows
 from tunix.generate.engine.driver import Driver
-from tunix.tinker import data, journal, packed
+from tunix.tinker import data, journal, packed, sampling
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.errors import (
   BusyError,
@@ -83,9 +83,9 @@ def test_a_kill_at_any_instant_loses_and_repeats_no_request(tmp_path):
   records = journal.Journal(file).records
   ends = np.cumsum([len(journal.framed(x)) for x in records])
   kinds = [packed.unpack(x)[0]["type"] for x in records]
-  assert {"op", "result"} == set(kinds)
+  assert {"op", "result", "start"} == set(kinds)
   # Each cut is in the middle of a record, or at its end; the first op stays.
-  cuts = [len(log), *(int(x) - 7 for x in ends[2::4]), *map(int, ends[1::5])]
+  cuts = [len(log), *(int(x) - 7 for x in ends[2::6]), *map(int, ends[1::7])]
   for cut in cuts:
     file.write_bytes(log[:cut])
     again = service(whole, snapshot_steps=2)
@@ -165,7 +165,7 @@ def test_requests_wait_for_their_turn_and_wrong_ones_take_theirs():
       assert "adam_params" in made.wait("local", f"{model}:{number}", 60).error
 
 
-def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
+def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path, monkeypatch):
   model, settings = base(), TinkerSettings(root=tmp_path)
   dead, found, id = engine(model), [], None
   for number, running in enumerate((Driver(dead), Driver(engine(model)), None)):
@@ -175,19 +175,26 @@ def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
     if id is None:
       session = made.create_session("a", {})
       sampler = made.sampling.create("a", session, 0, None)
-      args = {"num_samples": 2, "sampling_params": {"max_tokens": 4}}
+      params = {"max_tokens": 4, "seed": 7}
+      args = {"num_samples": 3, "sampling_params": params}
       id = made.sampling.sample("a", sampler, 0, np.array([3, 4, 5]), args)
       assert made.sampling.sample("a", sampler, 0, np.array([3, 4, 5]), args) == id
       dead.close()
       assert made.wait("a", id, 0.2) is None
     else:
       found.append(made.wait("a", id, 60))
+    if running is not None and number:
+      monkeypatch.setattr(sampling, "_PART", 2)  # the cut into turns changes nothing
+      cut = made.sampling.sample("a", sampler, 1, np.array([3, 4, 5]), args)
+      found.append(made.wait("a", cut, 60))
     made.close()
     if running is not None:
       running.stop(60)
-  # Without a seed each sample draws its own: a stop token may come before the fourth.
-  assert found[0].error is None and found[0].arrays["lengths"].size == 2
-  assert np.array_equal(found[0].arrays["tokens"], found[1].arrays["tokens"])
+  assert [x.error for x in found] == [None] * 3
+  assert found[0].arrays["lengths"].size == 3
+  for other in found[1:]:
+    for name, value in found[0].arrays.items():
+      assert np.array_equal(value, other.arrays[name]), name
 
 
 def test_a_save_that_is_sent_twice_is_made_once():

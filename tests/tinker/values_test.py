@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunix.tinker import sampling, wire
+from tunix.tinker import sampling_values, wire
 from tunix.tinker.errors import TinkerError
 
 PROMPT = np.arange(4)
@@ -30,7 +30,7 @@ PROMPT = np.arange(4)
 )
 def test_sampling_arguments_out_of_range(changes, message):
   with pytest.raises(TinkerError, match=message):
-    sampling.check(changes, PROMPT, 64)
+    sampling_values.check(changes, PROMPT, 64, 2**20)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_sampling_arguments_out_of_range(changes, message):
   ],
 )
 def test_stops(stop, ids, texts):
-  read = sampling.check({"sampling_params": {"stop": stop}}, PROMPT, 64)
+  read = sampling_values.check({"sampling_params": {"stop": stop}}, PROMPT, 64, 2**20)
   assert (read["stop_ids"], read["stop_strings"]) == (ids, texts)
 
 

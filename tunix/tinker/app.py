@@ -14,7 +14,7 @@ from tunix.serve.errors import ApiError
 from tunix.serve.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.http import Answer, Call, read_json
 from tunix.serve.settings import ServeSettings
-from tunix.tinker import requests, rest, wire
+from tunix.tinker import fields, requests, rest, wire
 from tunix.tinker.errors import (
   BusyError,
   GoneError,
@@ -223,7 +223,7 @@ def _waiting(
   """Returns the route that waits for a result, and else answers `try_again`."""
 
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
-    id = wire.text(call.body, "request_id")
+    id = fields.text(call.body, "request_id")
     until = time.monotonic() + service.settings.wait_seconds
     while True:
       event = bell.event

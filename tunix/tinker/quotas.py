@@ -66,7 +66,7 @@ class Quotas:
     """Raises BusyError if as many requests of the tenant wait as may."""
     waiting = sum(x.pending for x in self._worker.runs(tenant))
     if self._sampler is not None:
-      waiting += self._sampler.pending(self._records.sessions(tenant))
+      waiting += self._sampler.pending(tenant)
     if waiting >= self._limits.max_pending:
       raise BusyError(
         f"{waiting} requests of the tenant wait; expected fewer than the limit of "

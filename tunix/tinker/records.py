@@ -45,6 +45,12 @@ class Records:
     """
     return self._found(self._sessions, "session", tenant, id)
 
+  def owner(self, id: str) -> str:
+    """Returns the tenant of an object of a session; empty if the session is gone."""
+    with self._lock:
+      session = self._sessions.get(id.partition(":")[0])
+    return "" if session is None else session["owner"]
+
   def sessions(self, tenant: str) -> list[str]:
     """Returns the ids of a tenant's sessions."""
     with self._lock:

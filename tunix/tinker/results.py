@@ -35,6 +35,15 @@ class Result:
     return _OVERHEAD + sum(x.nbytes for x in self.arrays.values())
 
 
+def stopped_too_often(starts: int) -> Result:
+  """Returns the result of a request that was begun too often and never ended."""
+  return Result(
+    error=f"the service ended {starts} times while it computed this request; expected "
+    f"at most {starts} starts. Send a smaller request, or read the server's log",
+    category="server",
+  )
+
+
 class Results(Generic[Key]):
   """Results by key. Where they take too much, the oldest ones are dropped.
 

@@ -32,6 +32,8 @@ from tunix.tinker.results import Result, Results
 from tunix.tinker.settings import TinkerSettings
 from tunix.utils import io
 
+# Tokens that a request, and each of its rows, count as besides their own.
+_REQUEST_TOKENS, _ROW_TOKENS = 256, 16
 # Bytes that a journal grows until the state is written, however few steps there were.
 _LARGE = 256 * 2**20
 
@@ -49,6 +51,13 @@ class Op:
   kind: str
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+  @property
+  def tokens(self) -> int:
+    """Tokens that a turn of the request counts as."""
+    sizes = (self.arrays[x].size for x in ("tokens", "lengths") if x in self.arrays)
+    tokens, rows = next(sizes, 0), next(sizes, 0)
+    return _REQUEST_TOKENS + tokens + _ROW_TOKENS * rows
 
 
 class Run:
@@ -81,6 +90,7 @@ class Run:
     self._retrieved: set[int] = set()
     self._waiting: dict[int, Op] = {}
     self._sums: dict[int, int] = {}
+    self._starts: dict[int, int] = {}  # of waiting requests, here and before
     current = folder / "current"
     self._generation = int(current.read_text()) if current.exists() else 0
     self._remove_others()
@@ -154,6 +164,21 @@ class Run:
     """Number of requests that wait or run, without those that are repeated."""
     return sum(number not in self.results for number in self._waiting)
 
+  def begin(self, number: int) -> int:
+    """Counts a start of a request; returns the starts before, in any process."""
+    before = self._starts.get(number, 0)
+    self._count(number, before + 1)
+    return before
+
+  def stop(self) -> None:
+    """Takes back the start of a request that runs, because the service stops it."""
+    if starts := self._starts.get(self.done + 1, 0):
+      self._count(self.done + 1, starts - 1)
+
+  def _count(self, number: int, starts: int) -> None:
+    self._starts[number] = starts
+    self._journal.append(_start_record(number, starts), sync=False)
+
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
@@ -162,6 +187,7 @@ class Run:
       self.results[number] = result
     self.done = number
     del self._waiting[number]
+    self._starts.pop(number, None)
 
   def result(self, number: int) -> Result | None:
     """Returns a result, or None if it is not computed yet.
@@ -219,6 +245,7 @@ class Run:
     number = self._generation + 1
     records = [_result_record(n, x) for n, x in self.results.items()]
     records += [_op_record(n, x) for n, x in sorted(self._waiting.items())]
+    records += [_start_record(n, x) for n, x in self._starts.items()]
     journal.write_new(self.folder / f"journal-{number}", records)
     journal.sync_folder(self.folder)
     io.write_atomic(self.folder / "current", str(number).encode())
@@ -255,6 +282,8 @@ class Run:
           error=meta["error"],
           category=meta["category"],
         )
+      elif meta["type"] == "start":
+        self._starts[number] = meta["count"]
       elif number > self.done:
         op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
         self._waiting[number] = op
@@ -273,6 +302,10 @@ class Run:
 def _op_record(number: int, op: Op) -> bytes:
   meta = {"type": "op", "number": number, "kind": op.kind, "args": dict(op.args)}
   return packed.pack(meta, op.arrays)
+
+
+def _start_record(number: int, count: int) -> bytes:
+  return packed.pack({"type": "start", "number": number, "count": count}, {})
 
 
 def _result_record(number: int, result: Result) -> bytes:

@@ -78,7 +78,14 @@ class Service:
     self._sampler: Sampler | None = None
     if driver is not None:
       load = functools.partial(adapters_of, learner, store)
-      self._sampler = Sampler(driver, root / "samples", load, self._worker.ring)
+      self._sampler = Sampler(
+        driver,
+        root / "samples",
+        load,
+        self._worker.ring,
+        self._records.owner,
+        settings.max_starts,
+      )
     self._quotas = Quotas(
       settings,
       learner=learner,
@@ -94,6 +101,7 @@ class Service:
       max_context=None if driver is None else driver.engine.config.max_tokens,
       check_path=lambda tenant, path: store.meta(self.place(tenant, path)),
       check_pending=self._quotas.check_pending,
+      max_tokens=settings.max_request_tokens,
     )
     self.training = TrainingRequests(
       self._worker,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.tinker import protobuf
+from tunix.tinker import fields, protobuf
 from tunix.tinker.data import Row
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.results import Result
@@ -182,8 +182,8 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
       "expected one. Check the version of the SDK"
     )
   return GradientRequest(
-    model=text(body, "model_id"),
-    number=integer(body, "seq_id"),
+    model=fields.text(body, "model_id"),
+    number=fields.integer(body, "seq_id"),
     loss=str(given.get("loss_fn")),
     config=given.get("loss_fn_config") or {},
     backward=backward,
