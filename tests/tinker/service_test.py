@@ -14,14 +14,11 @@ from tunix.generate.engine.driver import Driver
 from tunix.tinker import data, journal, packed, sampling
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.errors import (
-  BusyError,
   ConflictError,
   GoneError,
   NotFoundError,
-  QuotaError,
   RequestFailedError,
   ServiceFailedError,
-  TinkerError,
 )
 from tunix.tinker.learner import AdapterSpec
 from tunix.tinker.service import Service
@@ -305,32 +302,6 @@ def test_a_tenant_sees_only_its_own():
   _, mine = made.create_model("b", other, 0, SPEC)
   made.training.load_weights("b", mine, 1, path, optimizer=False)
   assert "there is no model" in made.wait("b", f"{mine}:1", 60).error
-  made.close()
-
-
-def test_limits_are_told_before_they_are_passed():
-  made = service(max_models=2, max_bytes=50_000, max_rank=8, max_pending=3)
-  session = made.create_session("a", {})
-  with pytest.raises(QuotaError, match="rank is 9; expected at most 8"):
-    made.create_model("a", session, 0, AdapterSpec(rank=9))
-  with pytest.raises(QuotaError, match=r"takes [\d,]+ bytes in training.*50,000"):
-    made.create_model("a", session, 0, AdapterSpec(rank=8))
-  small = AdapterSpec(rank=1)
-  for number in range(2):
-    _, model = made.create_model("a", session, number, small)
-  with pytest.raises(QuotaError, match="has 2 loaded models"):
-    made.create_model("a", session, 2, small)
-  assert made.wait("a", f"{model}:0", 60)
-  for number in (2, 3, 4):  # they wait for number 1
-    made.training.optim_step("a", model, number, {})
-  with pytest.raises(BusyError, match="3 requests of the tenant wait"):
-    made.training.optim_step("a", model, 5, {})
-  _, other = made.create_model("b", made.create_session("b", {}), 0, small)
-  assert made.wait("b", made.training.unload_model("b", other), 60).error is None
-  made.training.forward_backward("b", other, 2, row(), "cross_entropy")
-  assert "was unloaded" in made.wait("b", f"{other}:2", 60).error
-  with pytest.raises(TinkerError, match="expected 'base'"):
-    made.create_model("a", session, 3, small, base_model="gpt")
   made.close()
 
 

@@ -66,6 +66,9 @@ class Computer:
     if known is not None:
       return known, True
     self.order.append((run.owner, run.id))
+    if op.kind == "unload_model":
+      run.is_unloaded = True
+      return Result(values={"type": op.kind}), True
     if op.kind == "long":
       self.begun.set()
       self.go.wait(30)
@@ -138,6 +141,22 @@ def test_a_request_that_ends_the_process_is_not_begun_for_ever(tmp_path):
     )
   assert "ended 2 times while it computed this request" in found.get(1).error
   assert (found.get(1).category, found.get(2).error) == ("server", None)
+
+
+def test_unloaded_models_keep_few_results(tmp_path):
+  ids = ("a0", "a1", "a2")
+  made = worker_of(tmp_path, *ids, max_models=1)
+  made.start(Computer())
+  for id in ids:
+    made.accept("a", id, 0, request("x", 1))
+    made.accept("a", id, 1, Op(kind="unload_model"))
+    until(lambda id=id: made.run("a", id).done == 1)
+  made.close()
+  again = worker_of(tmp_path, max_models=1)
+  for found in (made, again):
+    assert [list(found.run("a", id).results) for id in ids] == [[1], [1], [0, 1]]
+    assert [found.run("a", id).unload for id in ids] == [1, 1, 1]
+    found.close_files()
 
 
 class Engine(FakeEngine):

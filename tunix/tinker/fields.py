@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from tunix.tinker.errors import TinkerError
 
 _INT32 = 2**31 - 1
-_MOST_METADATA = 2**14  # bytes as JSON
+_MOST_STORED = 2**14  # bytes as JSON
 
 
 def text(body: Mapping[str, Any], name: str) -> str:
@@ -78,32 +78,35 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def table(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-  """Returns an object of a JSON object; empty if it is missing or null.
+  """Returns an object of a JSON object.
 
   Raises:
-    TinkerError: the field is no object.
+    TinkerError: the field is missing or no object.
   """
   value = body.get(name)
-  if value is None:
-    return {}
   if not isinstance(value, dict):
     raise _wrong(name, value, "an object")
   return value
 
 
-def metadata(body: Mapping[str, Any], name: str = "user_metadata") -> Any:
-  """Returns JSON values of the user, which are stored.
+def small(body: Mapping[str, Any], name: str) -> Any:
+  """Returns JSON values that are stored as they are; None if they are missing.
 
   Raises:
     TinkerError: they are too large.
   """
   value = body.get(name)
-  size = len(json.dumps(value))
-  if size > _MOST_METADATA:
+  if (size := len(json.dumps(value))) > _MOST_STORED:
     raise TinkerError(
-      f"{name} has {size} bytes; expected at most {_MOST_METADATA}. Shorten it"
+      f"{name} has {size} bytes; expected at most {_MOST_STORED}. Shorten it"
     )
   return value
+
+
+def metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
+  """Returns the field `user_metadata`, or None; see `small` and `table`."""
+  given = small(body, "user_metadata")
+  return None if given is None else table(body, "user_metadata")
 
 
 def _wrong(name: str, value: Any, expected: str) -> TinkerError:

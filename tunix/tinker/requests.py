@@ -52,7 +52,8 @@ def _capabilities(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
   metadata = {
-    name: call.body.get(name) for name in ("user_metadata", "display_name", "tags")
+    name: fields.small(call.body, name)
+    for name in ("user_metadata", "display_name", "tags")
   }
   return {
     "type": "create_session",
@@ -72,16 +73,12 @@ def _heartbeat(call: TinkerCall, service: Service) -> dict[str, Any]:
 def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
   check_optimizer(body.get("optimizer_config"))
-  given = body.get("lora_config")
-  if not isinstance(given, dict):
-    raise TinkerError(
-      "lora_config is missing; expected the rank of an adapter. Send it"
-    )
+  given = fields.table(body, "lora_config")
   try:
     spec = AdapterSpec(
       rank=fields.integer(given, "rank"),
-      train_attn=bool(given.get("train_attn", True)),
-      train_mlp=bool(given.get("train_mlp", True)),
+      train_attn=fields.flag(given, "train_attn", True),
+      train_mlp=fields.flag(given, "train_mlp", True),
     )
   except (TypeError, ValueError) as error:
     raise TinkerError(f"lora_config: {error}") from error
@@ -91,8 +88,8 @@ def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
     fields.integer(body, "model_seq_id"),
     spec,
     base_model=fields.text(body, "base_model"),
-    seed=None if given.get("seed") is None else fields.integer(given, "seed"),
-    metadata=body.get("user_metadata"),
+    seed=fields.whole(given, "seed", None, most=2**32 - 1),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
@@ -126,9 +123,7 @@ def _gradient(call: TinkerCall, service: Service, backward: bool) -> dict[str, A
 def _optim_step(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
   model, number = fields.text(body, "model_id"), fields.integer(body, "seq_id")
-  given = body.get("adam_params")
-  params = {"adam_params": given} if given is None else given
-  id = service.training.optim_step(call.tenant, model, number, params)
+  id = service.training.optim_step(call.tenant, model, number, body.get("adam_params"))
   return _future(id, model)
 
 
@@ -140,9 +135,9 @@ def _save(call: TinkerCall, service: Service) -> dict[str, Any]:
     model,
     fields.integer(body, "seq_id"),
     fields.optional_text(body, "path"),
-    overwrite=bool(body.get("overwrite")),
+    overwrite=fields.flag(body, "overwrite", False),
     ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
@@ -155,16 +150,16 @@ def _save_for_sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
     model,
     fields.integer(body, "seq_id"),
     fields.optional_text(body, "path"),
-    sampler_number=body.get("sampling_session_seq_id"),
+    sampler_number=fields.whole(body, "sampling_session_seq_id", None),
     ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
 
 def _load(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  path, optimizer = fields.text(body, "path"), bool(body.get("optimizer"))
+  path, optimizer = fields.text(body, "path"), fields.flag(body, "optimizer", False)
   check_optimizer(body.get("optimizer_config"))
   if (model := fields.optional_text(body, "model_id")) is not None:
     number = fields.integer(body, "seq_id")
@@ -179,7 +174,7 @@ def _load(call: TinkerCall, service: Service) -> dict[str, Any]:
     path,
     optimizer=optimizer,
     base_model=fields.optional_text(body, "base_model"),
-    metadata=body.get("user_metadata"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
@@ -211,7 +206,7 @@ def _sample(call: TinkerCall, service: Service) -> dict[str, Any]:
     prompt,
     body,
   )
-  count = body.get("num_samples", 1)
+  count = fields.whole(body, "num_samples", 1)
   return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(count)]}
 
 

@@ -164,6 +164,11 @@ class Run:
     """Number of requests that wait or run, without those that are repeated."""
     return sum(number not in self.results for number in self._waiting)
 
+  @property
+  def pending_bytes(self) -> int:
+    """Bytes of the arrays of requests that wait or run."""
+    return sum(x.nbytes for op in self._waiting.values() for x in op.arrays.values())
+
   def begin(self, number: int) -> int:
     """Counts a start of a request; returns the starts before, in any process."""
     before = self._starts.get(number, 0)
@@ -258,6 +263,15 @@ class Run:
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
     self._remove_others()
     self.steps = 0
+
+  def forget(self) -> None:
+    """Drops the results of an unloaded run, but for that of its unload."""
+    unload = self.unload
+    for number in [n for n in self.results if n != unload]:
+      self.results.pop(number)
+    self.write_state({})
+    self.switch()
+    self.close()
 
   def stored_state(self) -> dict[str, np.ndarray] | None:
     """Returns the arrays of the last `write_state`, or None."""

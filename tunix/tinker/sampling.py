@@ -104,7 +104,7 @@ class Sampler:
     try:
       _request(id, op, None)
     except (TypeError, ValueError) as error:
-      raise TinkerError(str(error)) from error
+      raise TinkerError(str(error)[:500]) from error
     with self._lock:
       if self._closes:
         raise BusyError("the service ends: send the request again")

@@ -40,9 +40,8 @@ def check(
     raise TinkerError(
       f"the prompt has {prompt.size} tokens; expected 1 to {most - 1}. Shorten it"
     )
-  params = args.get("sampling_params") or {}
-  if not isinstance(params, dict):
-    raise TinkerError(f"sampling_params is {str(params)[:80]!r}; expected an object")
+  given = args.get("sampling_params")
+  params = {} if given is None else fields.table(args, "sampling_params")
   room = most - prompt.size
   top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
   count = fields.whole(args, "num_samples", 1, least=1, most=_MOST_SAMPLES)
@@ -58,8 +57,8 @@ def check(
     "max_tokens": tokens,
     "temperature": params.get("temperature", 1.0),
     "top_k": None if top_k in (-1, None) else top_k,
-    "top_p": None if top_p in (1, None) else top_p,
-    "seed": params.get("seed"),
+    "top_p": None if top_p in (1, None) and top_p is not True else top_p,
+    "seed": fields.whole(params, "seed", None),
     "prompt_logprobs": fields.flag(args, "prompt_logprobs", False),
     "topk_prompt": fields.whole(args, "topk_prompt_logprobs", 0, most=_MOST_TOPS),
     "topk_sample": tops,

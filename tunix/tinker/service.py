@@ -69,7 +69,7 @@ class Service:
     if root is None:
       self._temporary = tempfile.TemporaryDirectory()
       root = pathlib.Path(self._temporary.name)
-    self._records = Records(root)
+    self._records = Records(root, settings.max_sessions)
     learner = Learner(
       model, alpha=settings.lora_alpha, batch_tokens=settings.batch_tokens
     )
@@ -83,7 +83,7 @@ class Service:
         root / "samples",
         load,
         self._worker.ring,
-        self._records.owner,
+        self._records.sampling_tenant,
         settings.max_starts,
       )
     self._quotas = Quotas(
@@ -109,7 +109,7 @@ class Service:
       self._records,
       base=name,
       vocab_size=model.config.vocab_size,
-      max_tokens=settings.max_tokens,
+      limits=settings,
       check_path=self.place,
     )
     hand_over = self._sampler.hand_over if self._sampler else lambda *_: None
@@ -263,7 +263,7 @@ class Service:
       GoneError: the result was retrieved and then dropped.
     """
     owner, _, number = id.rpartition(":")
-    if not number.isdigit():
+    if not (number.isascii() and number.isdigit() and len(number) < 20):
       raise missing("request", id)
     with self._worker.changed:
       if self._worker.is_run(owner):

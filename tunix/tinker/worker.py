@@ -173,6 +173,13 @@ class Worker:
         self.changed.wait(_IDLE)
     return None
 
+  def _forget(self, tenant: str) -> None:
+    """Drops the results of all but the last unloaded runs; nothing else ends them."""
+    # The result of the unload itself stays.
+    full = [x for x in self.runs(tenant) if x.is_unloaded and len(x.results) > 1]
+    for run in full[: -self._settings.max_models]:
+      run.forget()
+
   def _compute(
     self, executor: Executor, run: Run, number: int, op: Op, known: Result | None
   ) -> None:
@@ -186,6 +193,8 @@ class Worker:
         run.switch()
       if run.is_unloaded:  # a process may have few open files, and runs are many
         run.close()
+      if op.kind == "unload_model":
+        self._forget(run.owner)
       if not is_whole:
         run.close()
         self._read(run.folder)
