@@ -34,6 +34,8 @@ def main(root: str, port: str) -> None:
     ServeSettings(port=int(port)),
     more=tinker_app.routes(service),
     on_start=lambda address: print("serving", address, flush=True),
+    on_stop=service.close,
+    ends_process=True,
   )
 
 

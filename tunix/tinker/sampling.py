@@ -149,9 +149,11 @@ class Sampler:
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
 
-  def close(self) -> None:
-    """Ends the threads; open requests stay in the journal."""
+  def stop(self) -> None:
+    """Begins no request, and ends those that run; they stay in the journal."""
     with self._lock:
+      if self._closes:
+        return
       self._closes = True
       for id in self._tickets:  # the end of this process is not their fault
         self._journal.append(_start_record(id, self._starts[id] - 1), sync=False)
@@ -160,6 +162,10 @@ class Sampler:
     self._adapters.close()
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
+
+  def close(self) -> None:
+    """Waits for the end of the threads."""
+    self.stop()
     for pool in self._pools.values():
       pool.shutdown(wait=True, cancel_futures=True)
     self._journal.close()

@@ -118,6 +118,9 @@ class Service:
 
   def close(self) -> None:
     """Ends the threads. Requests that wait are computed after the next start."""
+    self._worker.stop()
+    if self._sampler is not None:
+      self._sampler.stop()
     self._worker.close()
     if self._sampler is not None:
       self._sampler.close()

@@ -33,7 +33,7 @@ class Worker:
   Attributes:
     changed: the lock of the runs; it is notified after each request and result. A
       thread may take it several times.
-    stops: True after `close` was called.
+    stops: True after `stop` was called.
   """
 
   def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
@@ -64,13 +64,17 @@ class Worker:
     )
     self._thread.start()
 
-  def close(self) -> None:
-    """Ends the thread. Requests that wait are computed after the next start."""
+  def stop(self) -> None:
+    """Has the thread end after the request that it computes."""
     with self.changed:
-      self.stops = True
-      if self._running is not None:
+      if self._running is not None and not self.stops:
         self._running.stop()
+      self.stops = True
       self.changed.notify_all()
+
+  def close(self) -> None:
+    """Waits for the end of the thread. Other requests are computed after a restart."""
+    self.stop()
     if self._thread is not None:
       self._thread.join()
 
