@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from tunix.tinker.rest import TinkerCall
 from tunix.tinker.service import Service
 from tunix.utils import optional
 
+_LOG = logging.getLogger(__name__)
 _PROTO = "application/x-protobuf"
 _POLL = 1.0  # seconds between two looks of a waiting request, beside the bell
 # The client tries again after 408, 409, 429 and 5xx, so final errors have other codes.
@@ -125,6 +127,14 @@ class _TinkerEndpoint(Endpoint):
         return await route(call, service)
       except TinkerError as error:
         raise _api_error(error, context.settings) from error
+      except OSError as error:
+        _LOG.warning("%s cannot write: %s", path, error)
+        raise ApiError(
+          503,
+          f"the service cannot write the request: {error}. Send the request again, or "
+          "have its disk checked",
+          code="service_failed",
+        ) from error
 
     super().__init__(served, path, context)
 

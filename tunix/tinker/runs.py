@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
 import zlib
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from tunix.tinker.results import Result, Results
 from tunix.tinker.settings import TinkerSettings
 from tunix.utils import io
 
+_LOG = logging.getLogger(__name__)
 # Tokens that a request, and each of its rows, count as besides their own.
 _REQUEST_TOKENS, _ROW_TOKENS = 256, 16
 # Bytes that a journal grows until the state is written, however few steps there were.
@@ -182,13 +184,19 @@ class Run:
 
   def _count(self, number: int, starts: int) -> None:
     self._starts[number] = starts
-    self._journal.append(_start_record(number, starts), sync=False)
+    self._note(_start_record(number, starts))
+
+  def _note(self, record: bytes) -> None:
+    """Writes a record that may be lost: its request is then computed again."""
+    try:
+      self._journal.append(record, sync=False)
+    except OSError as error:
+      _LOG.warning("the journal of %s cannot be written: %s", self.id, error)
 
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
-      # Not synced: after a loss of power the request is computed again.
-      self._journal.append(_result_record(number, result), sync=False)
+      self._note(_result_record(number, result))
       self.results[number] = result
     self.done = number
     del self._waiting[number]
@@ -254,13 +262,13 @@ class Run:
     journal.write_new(self.folder / f"journal-{number}", records)
     journal.sync_folder(self.folder)
     io.write_atomic(self.folder / "current", str(number).encode())
-    journal.sync_folder(self.folder)
     self._journal.close()
     self._generation = number
     self._journal = journal.Journal(self.folder / f"journal-{number}")
     self._journal.records.clear()
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
+    journal.sync_folder(self.folder)
     self._remove_others()
     self.steps = 0
 

@@ -156,7 +156,8 @@ class Sampler:
         return
       self._closes = True
       for id in self._tickets:  # the end of this process is not their fault
-        self._journal.append(_start_record(id, self._starts[id] - 1), sync=False)
+        self._starts[id] -= 1
+        self._note(_start_record(id, self._starts[id]))
       tickets = [x for own in self._tickets.values() for x in own]
     self._room.close()
     self._adapters.close()
@@ -219,15 +220,22 @@ class Sampler:
     with self._lock:
       if self._closes:  # the request is repeated after a restart
         return
-      self._journal.append(_result_record(id, result), sync=False)
       self._results[id] = result
       for of_open in (self._open, self._tickets, self._starts):
         of_open.pop(id, None)
       self._cancelled.discard(id)
+      self._note(_result_record(id, result))
+    self._on_change()
+
+  def _note(self, record: bytes) -> None:
+    """Writes a record that may be lost: its request is then computed again."""
+    try:
+      self._journal.append(record, sync=False)
       if self._journal.size - self._began > _LARGE:
         self._journal.close()
         self._journal = self._compacted()
-    self._on_change()
+    except OSError as error:
+      _LOG.warning("the journal of samples cannot be written: %s", error)
 
   def _sample(
     self, tenant: str, id: str, op: Op, first: int, count: int, is_last: bool
@@ -278,7 +286,7 @@ class Sampler:
       if id not in self._tickets:
         self._tickets[id] = []
         self._starts[id] = self._starts.get(id, 0) + 1
-        self._journal.append(_start_record(id, self._starts[id]), sync=False)
+        self._note(_start_record(id, self._starts[id]))
 
   def _forget_after(self, id: str) -> None:
     if id not in self._retrieved:

@@ -204,6 +204,9 @@ class Worker:
         self._read(run.folder)
     self.ring()
     if is_whole and run.is_due(self._settings.snapshot_steps):
-      run.write_state(executor.arrays_of(run))
-      with self.changed:
-        run.switch()
+      try:
+        run.write_state(executor.arrays_of(run))
+        with self.changed:
+          run.switch()
+      except OSError as error:  # it is tried again after the next request
+        _LOG.warning("the state of %s cannot be written: %s", run.id, error)
