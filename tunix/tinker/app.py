@@ -29,6 +29,7 @@ from tunix.utils import optional
 
 _LOG = logging.getLogger(__name__)
 _PROTO = "application/x-protobuf"
+_WINDOW = 2**23  # bytes of a zstd window: RFC 8878 has decoders take this many
 _POLL = 1.0  # seconds between two looks of a waiting request, beside the bell
 # The client tries again after 408, 409, 429 and 5xx, so final errors have other codes.
 _STATUS: dict[type[TinkerError], int] = {
@@ -201,7 +202,8 @@ def _inflated(data: bytes, most: int) -> bytes:
     "zstandard", "a compressed request", "tunix[tinker]"
   )
   try:
-    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    with decompressor.stream_reader(data) as reader:
       out = reader.read(most + 1)
   except zstandard.ZstdError as error:
     raise ApiError(400, f"the body is no zstd data: {error}") from error
@@ -216,7 +218,7 @@ def _is_whole(zstandard: Any, data: bytes, size: int) -> bool:
   """Returns False for a cut frame, of which zstandard returns the first part."""
   if (known := zstandard.frame_content_size(data)) >= 0:
     return size == known
-  frame = zstandard.ZstdDecompressor().decompressobj()
+  frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
   frame.decompress(data)
   return frame.eof
 
