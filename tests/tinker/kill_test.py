@@ -15,12 +15,13 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.tinker import journal_test
 from tests.tinker.serving import base, rows
 from tunix.tinker import packed
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
-from tunix.tinker.journal import Journal
 from tunix.tinker.runs import Run
 from tunix.tinker.settings import TinkerSettings
+from tunix.utils.record_file import RecordFile
 
 tinker = pytest.importorskip("tinker")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,13 +139,15 @@ def alone(tenant: int, steps: int, folder: pathlib.Path) -> bytes:
 def arrays_at(root: pathlib.Path, path: str) -> bytes:
   run, kind, name = path.removeprefix("tinker://").split("/")
   folder = root / "checkpoints" / run.replace(":", "%3A") / kind / name
-  _, arrays = packed.unpack((folder / "state").read_bytes())
+  _, arrays = packed.read(folder / "state")
   return b"".join(
     np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)
   )
 
 
 def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate):
+  """Kills a server of several tenants, whose folder an earlier version has begun."""
+  journal_test.unpack(folder / "served")
   server = Server(folder / "served")
   choose = random.Random(0)
   with contextlib.ExitStack() as stack:
@@ -174,6 +177,8 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
     found = arrays_at(folder / "served", thread.path)
     assert thread.step == steps or until is not None
     assert found == alone(thread.number, thread.step, folder / f"alone{thread.number}")
+  old = Run(journal_test.folder_of(folder / "served"), TinkerSettings())
+  assert old.result(7).error is None and old.pending == 1
   return server.kills
 
 
@@ -247,7 +252,9 @@ def test_a_stop_ends_in_time_whatever_runs_and_costs_no_start(tmp_path):
   (run,) = [Run(x, TinkerSettings()) for x in (tmp_path / "runs").iterdir()]
   assert (run.next()[1].kind, run.begin(0)) == ("create_model", 0)
   run.close()
-  read = [packed.unpack(x) for x in Journal(tmp_path / "samples" / "requests").records]
+  journal = RecordFile(tmp_path / "samples/requests", reads=True)
+  read = [packed.unpack(x) for x in journal.records()]
+  journal.close()
   assert [meta.get("count") for meta, _ in read] == [None, 1, 0]
 
 

@@ -21,7 +21,7 @@ import json
 import logging
 import pathlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,10 @@ import numpy as np
 from tunix.tinker import journal, packed
 from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
 from tunix.tinker.learner import AdapterSpec, AdapterState
-from tunix.tinker.results import Result, Results
+from tunix.tinker.results import Result, Results, start_record
 from tunix.tinker.settings import TinkerSettings
-from tunix.utils import io
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordError, RecordFile
 
 _LOG = logging.getLogger(__name__)
 # Tokens that a request, and each of its rows, count as besides their own.
@@ -61,6 +62,11 @@ class Op:
     tokens, rows = next(sizes, 0), next(sizes, 0)
     return _REQUEST_TOKENS + tokens + _ROW_TOKENS * rows
 
+  def record(self, **key: Any) -> bytes:
+    """Returns the record for a journal, with a key for the reader."""
+    meta = {"type": "op", **key, "kind": self.kind, "args": dict(self.args)}
+    return packed.pack(meta, self.arrays)
+
 
 class Run:
   """The requests and results of one trained model.
@@ -82,9 +88,11 @@ class Run:
 
   def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
     self.folder = folder
-    self.info = json.loads((folder / "info.json").read_text("utf-8"))
-    self.id, self.owner = self.info["id"], self.info["owner"]
-    self.spec = AdapterSpec(**self.info["spec"])
+    file = folder / "info.json"
+    with record_file.checked(file):
+      self.info = json.loads(file.read_text("utf-8"))
+      self.id, self.owner = self.info["id"], self.info["owner"]
+      self.spec = AdapterSpec(**self.info["spec"])
     self.state: AdapterState | None = None
     self.is_unloaded, self.steps = False, 0
     self.results = Results[int](settings.max_result_bytes)
@@ -93,16 +101,15 @@ class Run:
     self._waiting: dict[int, Op] = {}
     self._sums: dict[int, int] = {}
     self._starts: dict[int, int] = {}  # of waiting requests, here and before
-    current = folder / "current"
-    self._generation = int(current.read_text()) if current.exists() else 0
+    self._generation = _generation_of(folder)
     self._remove_others()
     self.done = -1
     state = self._state_file()
     if state.exists():
-      meta, _ = packed.unpack(state.read_bytes())
+      meta, _ = packed.read(state)
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
-    self._journal = journal.Journal(folder / f"journal-{self._generation}")
-    self._read(self._journal.records)
+    self._journal = journal.opened(self._journal_file())
+    self._read(self._journal.records())
     self._began = 0  # bytes of the journal when its generation began
     if self.is_unloaded:
       self.close()
@@ -113,7 +120,7 @@ class Run:
   ) -> Run:
     """Makes the folder of a new run."""
     io.write_json(folder / "info.json", dict(info))
-    journal.sync_folder(folder.parent)
+    io.sync_folder(folder.parent)
     return cls(folder, settings)
 
   def accept(self, number: int, op: Op) -> None:
@@ -122,7 +129,7 @@ class Run:
     Raises:
       ConflictError: another request had this number.
     """
-    record = _op_record(number, op)
+    record = op.record(number=number)
     checksum = zlib.crc32(record)
     known = self._sums.get(number)
     if known is not None and known != checksum:
@@ -132,7 +139,7 @@ class Run:
       )
     if self.is_known(number):
       return
-    self._journal.append(record)
+    self._journal.append(record, sync=True)
     self._waiting[number] = op
     if op.kind != "refused":  # the cause may be gone when the client tries again
       self._sums[number] = checksum
@@ -184,19 +191,19 @@ class Run:
 
   def _count(self, number: int, starts: int) -> None:
     self._starts[number] = starts
-    self._note(_start_record(number, starts))
+    self._note(start_record(starts, number=number))
 
   def _note(self, record: bytes) -> None:
     """Writes a record that may be lost: its request is then computed again."""
     try:
-      self._journal.append(record, sync=False)
+      self._journal.append(record)
     except OSError as error:
       _LOG.warning("the journal of %s cannot be written: %s", self.id, error)
 
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
-      self._note(_result_record(number, result))
+      self._note(result.record(number=number))
       self.results[number] = result
     self.done = number
     del self._waiting[number]
@@ -247,7 +254,7 @@ class Run:
     """
     meta = {"done": self.done, "is_unloaded": self.is_unloaded}
     file = self.folder / f"state-{self._generation + 1}"
-    io.write_atomic(file, packed.pack(meta, arrays))
+    packed.write(file, meta, arrays)
 
   def switch(self) -> None:
     """Begins the next generation, whose state was written after the last request."""
@@ -256,19 +263,17 @@ class Run:
       self.results.pop(number)
       self._retrieved.discard(number)
     number = self._generation + 1
-    records = [_result_record(n, x) for n, x in self.results.items()]
-    records += [_op_record(n, x) for n, x in sorted(self._waiting.items())]
-    records += [_start_record(n, x) for n, x in self._starts.items()]
-    journal.write_new(self.folder / f"journal-{number}", records)
-    journal.sync_folder(self.folder)
+    records = [x.record(number=n) for n, x in self.results.items()]
+    records += [x.record(number=n) for n, x in sorted(self._waiting.items())]
+    records += [start_record(x, number=n) for n, x in self._starts.items()]
+    file = self.folder / f"journal-{number}"
+    record_file.write(file, records)
     io.write_atomic(self.folder / "current", str(number).encode())
     self._journal.close()
-    self._generation = number
-    self._journal = journal.Journal(self.folder / f"journal-{number}")
-    self._journal.records.clear()
+    self._generation, self._journal = number, RecordFile(file)
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
-    journal.sync_folder(self.folder)
+    io.sync_folder(self.folder)
     self._remove_others()
     self.steps = 0
 
@@ -284,7 +289,7 @@ class Run:
   def stored_state(self) -> dict[str, np.ndarray] | None:
     """Returns the arrays of the last `write_state`, or None."""
     file = self._state_file()
-    return packed.unpack(file.read_bytes())[1] if file.exists() else None
+    return packed.read(file)[1] if file.exists() else None
 
   def close(self) -> None:
     """Closes the journal's file until the next request."""
@@ -293,17 +298,15 @@ class Run:
   def _state_file(self) -> pathlib.Path:
     return self.folder / f"state-{self._generation}"
 
-  def _read(self, records: list[bytes]) -> None:
+  def _journal_file(self) -> pathlib.Path:
+    return self.folder / f"journal-{self._generation}"
+
+  def _read(self, records: Iterable[bytes]) -> None:
     for record in records:
       meta, arrays = packed.unpack(record)
       number = meta["number"]
       if meta["type"] == "result":
-        self.results[number] = Result(
-          values=meta["values"],
-          arrays=arrays,
-          error=meta["error"],
-          category=meta["category"],
-        )
+        self.results[number] = Result.of(meta, arrays)
       elif meta["type"] == "start":
         self._starts[number] = meta["count"]
       elif number > self.done:
@@ -311,31 +314,29 @@ class Run:
         self._waiting[number] = op
         if op.kind != "refused":
           self._sums[number] = zlib.crc32(record)
-    records.clear()
 
   def _remove_others(self) -> None:
     """Removes files of other generations, which a killed process may have left."""
-    mine = {f"state-{self._generation}", f"journal-{self._generation}"}
+    mine = {self._state_file().name, self._journal_file().name}
     for file in self.folder.iterdir():
       if file.name.startswith(("state-", "journal-")) and file.name not in mine:
         file.unlink()
 
 
-def _op_record(number: int, op: Op) -> bytes:
-  meta = {"type": "op", "number": number, "kind": op.kind, "args": dict(op.args)}
-  return packed.pack(meta, op.arrays)
+def _generation_of(folder: pathlib.Path) -> int:
+  """Returns the number of the generation in use.
 
-
-def _start_record(number: int, count: int) -> bytes:
-  return packed.pack({"type": "start", "number": number, "count": count}, {})
-
-
-def _result_record(number: int, result: Result) -> bytes:
-  meta = {
-    "type": "result",
-    "number": number,
-    "values": dict(result.values),
-    "error": result.error,
-    "category": result.category,
-  }
-  return packed.pack(meta, result.arrays)
+  Raises:
+    RecordError: its files are not there. A wrong number would remove the right ones.
+  """
+  file = folder / "current"
+  if not file.exists():
+    return 0
+  text = file.read_text(errors="replace")
+  names = [f"state-{text}", f"journal-{text}"]
+  if not text.isdecimal() or not all((folder / name).exists() for name in names):
+    raise RecordError(
+      f"{file} is {text!r}; expected the number of a state and a journal beside it. "
+      "Write this number into the file"
+    )
+  return int(text)

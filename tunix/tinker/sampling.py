@@ -6,7 +6,6 @@ import collections
 import concurrent.futures
 import hashlib
 import logging
-import os
 import pathlib
 import threading
 from collections.abc import Callable
@@ -26,9 +25,11 @@ from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import BusyError, NotFoundError, TinkerError
 from tunix.tinker.loaded_adapters import LoadedAdapters
-from tunix.tinker.results import Result, Results, stopped_too_often
+from tunix.tinker.results import Result, Results, start_record, stopped_too_often
 from tunix.tinker.runs import Op
 from tunix.tinker.turns import Room
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
 _PART = 16  # completions of a request that take a turn together
@@ -78,6 +79,7 @@ class Sampler:
     self._cancelled: set[str] = set()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
+    io.sweep(folder)
     self._file = folder / "requests"
     self._journal = self._reopened()
     self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
@@ -110,7 +112,7 @@ class Sampler:
         raise BusyError("the service ends: send the request again")
       if id in self._open or id in self._results:
         return
-      self._journal.append(_op_record(id, op))
+      self._journal.append(op.record(id=id), sync=True)
       self._open[id] = op
     self._queue(id, op)
 
@@ -157,7 +159,7 @@ class Sampler:
       self._closes = True
       for id in self._tickets:  # the end of this process is not their fault
         self._starts[id] -= 1
-        self._note(_start_record(id, self._starts[id]))
+        self._note(start_record(self._starts[id], id=id))
       tickets = [x for own in self._tickets.values() for x in own]
     self._room.close()
     self._adapters.close()
@@ -224,13 +226,13 @@ class Sampler:
       for of_open in (self._open, self._tickets, self._starts):
         of_open.pop(id, None)
       self._cancelled.discard(id)
-      self._note(_result_record(id, result))
+      self._note(result.record(id=id))
     self._on_change()
 
   def _note(self, record: bytes) -> None:
     """Writes a record that may be lost: its request is then computed again."""
     try:
-      self._journal.append(record, sync=False)
+      self._journal.append(record)
       if self._journal.size - self._began > _LARGE:
         self._journal.close()
         self._journal = self._compacted()
@@ -286,7 +288,7 @@ class Sampler:
       if id not in self._tickets:
         self._tickets[id] = []
         self._starts[id] = self._starts.get(id, 0) + 1
-        self._note(_start_record(id, self._starts[id]))
+        self._note(start_record(self._starts[id], id=id))
 
   def _forget_after(self, id: str) -> None:
     if id not in self._retrieved:
@@ -294,10 +296,10 @@ class Sampler:
     while len(self._retrieved) > _KEPT_RESULTS:
       self._results.pop(self._retrieved.popleft())
 
-  def _reopened(self) -> journal.Journal:
+  def _reopened(self) -> RecordFile:
     """Reads the journal of the process before, and returns a new one."""
-    log = journal.Journal(self._file)
-    for record in log.records:
+    log = journal.opened(self._file)
+    for record in log.records():
       meta, arrays = packed.unpack(record)
       if meta["type"] == "op":
         self._open[meta["id"]] = Op(kind="sample", args=meta["args"], arrays=arrays)
@@ -307,28 +309,19 @@ class Sampler:
         continue
       self._open.pop(meta["id"], None)
       self._starts.pop(meta["id"], None)
-      self._results[meta["id"]] = Result(
-        values=meta["values"],
-        arrays=arrays,
-        error=meta["error"],
-        category=meta["category"],
-      )
+      self._results[meta["id"]] = Result.of(meta, arrays)
     log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
       self._results.pop(id)
     return self._compacted()
 
-  def _compacted(self) -> journal.Journal:
+  def _compacted(self) -> RecordFile:
     """Returns a new journal with the open requests and the results that are kept."""
-    records = [_op_record(id, op) for id, op in self._open.items()]
-    records += [_start_record(id, n) for id, n in self._starts.items()]
-    records += [_result_record(id, x) for id, x in self._results.items()]
-    new = self._file.with_suffix(".new")
-    journal.write_new(new, records)
-    os.replace(new, self._file)
-    journal.sync_folder(self._file.parent)
-    log = journal.Journal(self._file)
-    log.records.clear()
+    records = [op.record(id=id) for id, op in self._open.items()]
+    records += [start_record(n, id=id) for id, n in self._starts.items()]
+    records += [x.record(id=id) for id, x in self._results.items()]
+    record_file.write(self._file, records)
+    log = RecordFile(self._file)
     self._began = log.size
     return log
 
@@ -391,22 +384,3 @@ def _result(op: Op, ticket: Ticket, completions: list[Any]) -> Result:
   return Result(
     values={"stop_reasons": ends, "cached_tokens": ticket.cached_tokens}, arrays=arrays
   )
-
-
-def _op_record(id: str, op: Op) -> bytes:
-  return packed.pack({"type": "op", "id": id, "args": dict(op.args)}, op.arrays)
-
-
-def _start_record(id: str, count: int) -> bytes:
-  return packed.pack({"type": "start", "id": id, "count": count}, {})
-
-
-def _result_record(id: str, result: Result) -> bytes:
-  meta = {
-    "type": "result",
-    "id": id,
-    "values": dict(result.values),
-    "error": result.error,
-    "category": result.category,
-  }
-  return packed.pack(meta, result.arrays)
