@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunix.tinker import data, operations
+from tunix.tinker import data, fields, operations
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.quotas import Quotas
@@ -192,9 +192,7 @@ class TrainingRequests:
       tenant, model, number: see `forward_backward`.
       make: makes the request; a TinkerError becomes the result of the future.
     """
-    number = int(number)
-    if number < 1:
-      raise TinkerError(f"seq_id is {number}; expected at least 1. Count from 1")
+    number = fields.integer({"seq_id": number}, "seq_id", least=1)
     self._worker.run(tenant, model)
     try:
       op = make()
