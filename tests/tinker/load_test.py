@@ -14,6 +14,7 @@ import pytest
 
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
+from tests.tinker.turns_test import until
 from tunix.serve.app import make_app
 from tunix.serve.server import make_server
 from tunix.serve.settings import ServeSettings
@@ -26,7 +27,7 @@ ROOT = "/api/v1/"
 
 @contextlib.contextmanager
 def served(folder, **limits):
-  """Yields the address of a server with a scripted engine."""
+  """Yields address and connections of a server with a scripted engine."""
   driver = FakeDriver(FakeEngine(rounds=64)).start()
   keys = {"ann": "tml-ann", "bob": "tml-bob"}
   settings = TinkerSettings(root=folder, keys=keys, max_pending=64, wait_seconds=1)
@@ -40,7 +41,7 @@ def served(folder, **limits):
   thread.start()
   assert started.wait(60)
   try:
-    yield found[0]
+    yield found[0], made.server_state.connections
   finally:
     made.should_exit = True
     thread.join(60)
@@ -105,7 +106,7 @@ def memory():
 
 def load(folder, requests, readers, threads):
   """Returns the MiB that readers and requests took, and the longest wait of bob."""
-  with served(folder, client_timeout=0.5) as url:
+  with served(folder, client_timeout=0.5) as (url, connections):
     ann, bob = (Tenant(url, name) for name in ("ann", "bob"))
     large = ann.sample(128, 250, 20).json()["request_id"]
     ann.result(large)
@@ -129,6 +130,7 @@ def load(folder, requests, readers, threads):
       time.sleep(0.1)
     taken = memory() - before
     assert set(codes) <= {200, 429} and codes.total() == requests
+    until(lambda: len(connections) == 2)  # those of ann and bob
     for one in slow:  # the server has left those that it sent the result
       head, _, body = rest_of(one).partition(b"\r\n\r\n")
       (size,) = re.findall(rb"content-length: (\d+)", head)

@@ -111,7 +111,10 @@ def test_a_tenant_with_many_models_and_large_requests_has_one_share(tmp_path):
 
 
 def begin_and_kill(folder, copy, stops=False):
-  """Begins the requests of a folder; returns their results after the process ends."""
+  """Begins the requests of a folder, and ends the process.
+
+  Returns True if the request "long" was begun, and the results.
+  """
   made, computer = worker_of(folder, max_starts=2), Computer()
   made.start(computer)
   run = made.run("a", "a0")
@@ -126,7 +129,7 @@ def begin_and_kill(folder, copy, stops=False):
   computer.go.set()
   made.close()
   made.close_files()
-  return run.results
+  return computer.begun.is_set(), run.results
 
 
 def test_a_request_that_ends_the_process_is_not_begun_for_ever(tmp_path):
@@ -136,9 +139,10 @@ def test_a_request_that_ends_the_process_is_not_begun_for_ever(tmp_path):
   made.close_files()
   for number in range(4):
     # The second one is SIGTERM, which is no fault of the request.
-    found = begin_and_kill(
+    is_begun, found = begin_and_kill(
       tmp_path / str(number), tmp_path / str(number + 1), stops=number == 1
     )
+    assert is_begun == (number < 3)
   assert "ended 2 times while it computed this request" in found.get(1).error
   assert (found.get(1).category, found.get(2).error) == ("server", None)
 
