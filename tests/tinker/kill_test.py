@@ -148,6 +148,7 @@ def arrays_at(root: pathlib.Path, path: str) -> bytes:
 def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate):
   """Kills a server of several tenants, whose folder an earlier version has begun."""
   journal_test.unpack(folder / "served")
+  before = journal_test.folder_of(folder / "served")
   server = Server(folder / "served")
   choose = random.Random(0)
   with contextlib.ExitStack() as stack:
@@ -161,12 +162,12 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
       is_over = server.kills >= kills if until is None else time.monotonic() > until
       if is_over:
         break
-      before = [x.step for x in threads]
+      steps_before = [x.step for x in threads]
       server.kill()
       # On a slow machine no checkpoint fits between two kills. Every second kill waits
       # for one, and the other kills hit a server that starts or compiles.
       if server.kills % 2:
-        wait_for_a_checkpoint(threads, before, until)
+        wait_for_a_checkpoint(threads, steps_before, until)
     for thread in threads:
       if until is not None:
         thread.ends.set()
@@ -177,7 +178,7 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
     found = arrays_at(folder / "served", thread.path)
     assert thread.step == steps or until is not None
     assert found == alone(thread.number, thread.step, folder / f"alone{thread.number}")
-  old = Run(journal_test.folder_of(folder / "served"), TinkerSettings())
+  old = Run(before, TinkerSettings())
   assert old.result(7).error is None and old.pending == 1
   return server.kills
 
