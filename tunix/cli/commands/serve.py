@@ -82,20 +82,18 @@ def main(argv: Sequence[str]) -> None:
       driver=driver,
       tokenizer_name=args.tokenizer or args.model,
     )
-  try:
-    server.serve(
-      driver,
-      settings,
-      grammars=grammars,
-      # Adapters in training belong to the base that the service was started with.
-      load_model=load if service is None else None,
-      # A program that starts the server reads this line from a pipe.
-      on_start=lambda address: print(ready, address, flush=True),
-      more=None if service is None else tinker_app.routes(service),
-    )
-  finally:
-    if service is not None:
-      service.close()
+  server.serve(
+    driver,
+    settings,
+    grammars=grammars,
+    # Adapters in training belong to the base that the service was started with.
+    load_model=load if service is None else None,
+    # A program that starts the server reads this line from a pipe.
+    on_start=lambda address: print(ready, address, flush=True),
+    more=None if service is None else tinker_app.routes(service),
+    on_stop=(lambda: None) if service is None else service.close,
+    ends_process=True,
+  )
 
 
 def _driver_of(
