@@ -29,6 +29,7 @@ _FORMER = {
   "data.pad_to": "max_length",
   "data.reasoning": "keep",
   "optimizer.decay_targets": (".*",),
+  "tokenizer.add_bos": True,
   "tokenizer.messages": "given",
 }
 # The former default of algorithm.num_generations, and the one of today.
