@@ -152,6 +152,9 @@ SPECIAL = [
   *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 ]
 
+# The hyphen, and what else people and models write for a minus.
+MINUSES = "-\u2212\u2013\ufe63\uff0d"
+
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_json() -> str:

@@ -3,18 +3,22 @@
 import json
 import re
 import subprocess
+import types
 
 import jax
 import pytest
 import yaml
 
-from tests import optimizers
+from tests import optimizers, toys
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.build import loading
 from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run import dry_run
+from tunix.cli.run import about, dry_run
+from tunix.cli.run.prepare import trained_of
+from tunix.cli.run.settle import settle_values
+from tunix.models import automodel
 from tunix.models.automodel import AutoModel
 
 QUESTION = {"prompt": "Two and two?", "answer": "4"}
@@ -60,16 +64,44 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
 
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
-    said = dry_run._memory(
-      config,
-      loading.ModelLoader(config, mesh, of_shapes=True).model(),
-      optimizers.adam(1),
-    )
+    model = loading.ModelLoader(config, mesh, of_shapes=True).model()
+    said = dry_run._memory(trained_of(config, model), model, optimizers.adam(1))
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 
   bare, whole = sizes(), sizes("--lora.modules_to_save=[lm_head]")
   head = 4096 * 151_936 * 4
   assert [b - a for a, b in zip(bare, whole)] == [head, 2 * head]
+
+
+@pytest.mark.parametrize(
+  ("keys", "note"),
+  [
+    ({}, None),
+    ({"lora.rank": 4, "training.learning_rate": 2e-3}, None),
+    ({"training.learning_rate": 2e-3}, "0.002; usual in sft for all weights are 5e-6"),
+    ({"job": "dpo", "lora.rank": 4}, None),
+    (
+      {"job": "dpo", "training.learning_rate": 1e-4},
+      "0.0001; usual in dpo for all wei",
+    ),
+    ({"lora.rank": 4, "training.learning_rate": 1e-8}, "1e-08; usual in sft for adap"),
+    # A tiny model takes larger rates.
+    ({"model.name": "tiny", "training.learning_rate": 4e-3}, None),
+  ],
+)
+def test_a_rate_far_from_the_usual_ones_is_noted(keys, note):
+  is_tiny = keys.pop("model.name", None)
+  words = [f"--{key}={value}" for key, value in keys.items()]
+  config = settle_values(config_lib.load([*words, "--model.name=qwen3_0p6b"]), 10)
+  report = types.SimpleNamespace(scanned=9, records=9, kept=9, blank=0)
+  run = types.SimpleNamespace(
+    config=config, data=types.SimpleNamespace(reports={"train": report})
+  )
+  mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+  sizes = toys.config() if is_tiny else loading.ModelLoader(config).sizes()
+  notes = list(about._unusual(run, automodel.of_shapes(sizes, mesh)))
+  assert len(notes) == (note is not None)
+  assert all(f"training.learning_rate is {note}" in x for x in notes), notes
 
 
 def test_init_sets_keys(tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 from tunix.cli import config as config_lib
 from tunix.cli.settings import spelling
 from tunix.perf.metrics import PerfMetricsOptions
+from tunix.sft import metrics_backends
 
 
 def load(*argv):
@@ -118,6 +119,16 @@ def test_unknown_keys_name_the_nearest_known_one(argument, nearest):
     load(argument)
 
 
+BACKENDS = "logging.tensorboard, logging.wandb or logging.console"
+
+
+def test_the_named_backends_are_all_there_are():
+  always = {"jsonl"}
+  assert {f"logging.{x}" for x in metrics_backends.BACKENDS.keys() - always} == set(
+    re.findall(r"logging\.\w+", BACKENDS)
+  )
+
+
 @pytest.mark.parametrize(
   ("argument", "ours"),
   [
@@ -129,6 +140,10 @@ def test_unknown_keys_name_the_nearest_known_one(argument, nearest):
     ("--load_best_model_at_end=true", "export.checkpoint: best"),
     ("--lora_r=8", "lora.rank"),
     ("--max_seq_length=8", "data.max_length"),
+    ("--report_to=trackio", BACKENDS),
+    ("--logging.trackio=true", BACKENDS),
+    ("--logging.mlflow=true", BACKENDS),
+    ("--logging.backends=[neptune]", BACKENDS),
   ],
 )
 def test_options_of_other_libraries_are_named_as_ours(argument, ours):

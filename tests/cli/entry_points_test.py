@@ -41,4 +41,4 @@ def test_a_run(model, tmp_path):
   command = [sys.executable, "-m", "tunix.cli.peft_main"]
   command += [f"--{name}={value}" for name, value in words.items()]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
-  assert done.returncode == 0 and "done: 1 steps" in done.stdout, done.stderr
+  assert done.returncode == 0 and "done: 1 step" in done.stdout, done.stderr

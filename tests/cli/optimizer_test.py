@@ -1,5 +1,7 @@
 """Optimizers and schedules by name, with what they need filled in."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,11 @@ from tests import optimizers, toys
 from tunix.cli import config as config_lib
 from tunix.cli.build import optimizer
 from tunix.cli.run.settle import settle_values
-from tunix.models import lora
+from tunix.models import automodel, lora
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
+
+FAMILIES = ("qwen3", "gpt_oss", "gemma4", "nemotron_h", "deepseek_v3", "qwen3_5_moe")
 
 
 def config(**keys):
@@ -33,9 +37,9 @@ def updates(tx, grads):
 
 
 def assert_same(tx, expected):
-  grads = {"w": jnp.asarray([[3.0, -4.0]])}
+  grads = {"kernel": jnp.asarray([[3.0, -4.0]])}
   for a, b in zip(updates(tx, grads), updates(expected, grads)):
-    np.testing.assert_array_equal(a["w"], b["w"])
+    np.testing.assert_array_equal(a["kernel"], b["kernel"])
 
 
 def test_default_is_adamw_behind_clipping():
@@ -98,6 +102,66 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else():
     else:
       expected = updates(adam, {"w": grad.reshape(-1)})[0]["w"].reshape(grad.shape)
     np.testing.assert_allclose(found[name], np.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+MATRICES = {
+  "embed_tokens.embedding": (5, 3),
+  "layers.attn.q_proj.kernel": (2, 3, 4),
+  "layers.attn.q_proj.lora_a": (2, 3, 1),
+}
+VECTORS = {"layers.attn.q_proj.bias": (2, 4), "norm.scale": (3,)}
+SHAPES = {name: np.ones(shape) for name, shape in (MATRICES | VECTORS).items()}
+
+
+def moved_by_decay(grads=SHAPES, **keys):
+  """Returns the names of the parameters that change at a gradient of 0."""
+  settled = settle_values(config(training__max_grad_norm="null", **keys), 10)
+  tx = optimizer.build_optimizer(settled, 1.0)
+  (found, _) = updates(tx, jax.tree.map(jnp.zeros_like, grads))
+  moved = {name for name, x in tree.flatten(found).items() if np.any(x)}
+  _, told = optimizer.decay_of(settled, tree.flatten(grads))
+  assert set(told) == moved
+  return moved
+
+
+@pytest.mark.parametrize("make", [dict, tree.nest])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_weight_decay_moves_no_norms_and_no_biases(name, make):
+  moved = lambda **keys: moved_by_decay(make(SHAPES), optimizer__name=name, **keys)
+  assert moved() == MATRICES.keys()
+  assert moved(optimizer__decay_targets="[.*]") == SHAPES.keys()
+  some = moved(optimizer__decay_targets="[q_proj.bias, 'embed.*']")
+  assert some == {"layers.attn.q_proj.bias", "embed_tokens.embedding"}
+
+
+def test_every_parameter_of_every_family_is_a_matrix_or_not():
+  """The default goes by names; matrices of layers have 3 dimensions, or more."""
+  mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+  settled = settle_values(config(), 10)
+  for name in FAMILIES:
+    folder = pathlib.Path("tests/golden") / name
+    model = automodel.of_shapes(automodel.config_of_folder(folder), mesh)
+    params = tree.flatten(nnx.state(model, nnx.Param))
+    _, moved = optimizer.decay_of(settled, params)
+    for name, x in params.items():
+      is_matrix = x.ndim - ("layers" in name.split(".")) > 1 and "bias" not in name
+      assert is_matrix == (name in moved), name
+
+
+def test_optimizers_without_a_choice_have_none():
+  settled = settle_values(config(optimizer__name="sgd"), 10)
+  assert settled.optimizer.decay_targets is None
+  assert moved_by_decay(optimizer__name="sgd") == set()
+  former = {"optimizer__name": "novograd", "optimizer__args__weight_decay": 0.1}
+  assert moved_by_decay(**former, optimizer__decay_targets="[.*]") == SHAPES.keys()
+  args = {"optimizer__args__weight_decay_rate": 0.1}
+  assert moved_by_decay(optimizer__name="adafactor", **args) == MATRICES.keys()
+
+
+def test_a_target_that_matches_nothing_is_named():
+  settled = settle_values(config(optimizer__decay_targets="[kernle]"), 10)
+  with pytest.raises(ValueError, match=r"has 'kernle', which matches no parameter"):
+    optimizer.decay_of(settled, SHAPES)
 
 
 def test_muon_sees_the_same_in_a_tree_and_takes_its_arguments():
@@ -200,6 +264,11 @@ def test_values_that_a_schedule_refuses():
     ({"optimizer__name": "lbfgs"}, "choose another optimizer"),
     ({"optimizer__name": "dpsgd"}, "needs l2_norm_clip"),
     ({"optimizer__args__b1": "high"}, "optimizer adamw cannot be used with"),
+    (
+      {"optimizer__name": "sgd", "optimizer__decay_targets": "[kernel]"},
+      r"decay_targets is \['kernel'\] and optimizer sgd has no weight decay of a part",
+    ),
+    ({"optimizer__decay_targets": "[(]"}, r"decay_targets '\(' is no regular expr"),
   ],
 )
 def test_optimizers_that_cannot_be_used(keys, message):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.cli import runs
 from tests.cli.errors_test import copy_model
@@ -238,6 +239,16 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
   assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
 
 
+def test_a_folder_from_before_decay_targets_decays_everything(keys):
+  file = keys["output_dir"] / "config.yaml"
+  values = yaml.safe_load(file.read_text())
+  now = values["optimizer"].pop("decay_targets")
+  settled = lambda: prepare(config_lib.load(runs.arguments(**keys))).config
+  assert list(settled().optimizer.decay_targets) == now != [".*"]
+  file.write_text(yaml.safe_dump(values))
+  assert settled().optimizer.decay_targets == (".*",)
+
+
 # Going on after the end.
 
 
@@ -273,7 +284,7 @@ def test_a_schedule_cannot_be_made_longer_and_the_advice_says_so(settings, capsy
   assert train(keys) == 0
   line = capsys.readouterr().out.splitlines()[-1]
   export = f"--model.path={keys['output_dir']}/export"
-  assert line.startswith("this run is finished: 1 steps")
+  assert line.startswith("this run is finished: 1 step;")
   assert line.endswith(f"start from it with {export} and another output_dir")
   assert "schedule.args" in refused(keys, capsys, training__max_steps=2)
 

@@ -13,16 +13,20 @@ import yaml
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.build import training
+from tunix.cli.commands import init
 from tunix.cli.jobs import rl
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.run import folder as run_folder
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle_values
-from tunix.cli.settings import keys, reference, spelling, yaml_text
+from tunix.cli.settings import keys, rates, reference, spelling, yaml_text
 from tunix.cli.settings.convert import Choice, convert, options, plain, section_of
 from tunix.rl.config import PromptSizes
+from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.sft.run import TrainResult
 from tunix.utils.setting import shared_values
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
@@ -443,6 +447,92 @@ def test_the_command_says_null_where_python_says_none():
 
 
 # What is told of the keys.
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_has_one_default_rate_for_each_kind_of_training(job, capsys):
+  usual = rates.RATES[job]
+  for words, rate in ([], usual.whole), (["--lora.rank=2"], usual.adapters):
+    assert rate.low <= rate.default <= rate.high
+    settled = settle_values(config_lib.load([f"--job={job}", *words]), 10)
+    assert settled.training.learning_rate == rate.default
+  for rank, rate in ("8", usual.adapters), ("null", usual.whole):
+    made = init._values(job, {"lora.rank": rank})
+    assert made["training.learning_rate"] == rate.default
+  # Help, pages and `tunix init` show one table.
+  assert f"Usual are {usual}." in " ".join(reference.describe_keys(job).split())
+  written = init.configuration(job, "x").replace("#", "")
+  assert f"Usual are {usual}." in " ".join(written.split())
+  docs = runs.ROOT / "docs"
+  row = f"| `training.learning_rate` | {usual}"
+  assert row in (docs / "trainers" / f"{job}.md").read_text()
+  row = f"| `{job}` | {usual.whole} | {usual.adapters} |"
+  assert row in (docs / "guides" / "command.md").read_text()
+
+
+def test_an_error_of_the_library_gets_the_key_of_the_command():
+  config = config_lib.load(["--job=grpo"])
+  for said, named in (
+    ("mini_batch_size is 3: expected 4", "rl.mini_batch_size is 3: expected 4"),
+    ("max_prompt_length is 3", "rollout.max_prompt_length is 3"),
+    ("seed is 3", "seed is 3"),  # the run's, or that of the rollouts
+    ("a prompt has 3 tokens", "a prompt has 3 tokens"),
+    ("rl.mini_batch_size is 3", "rl.mini_batch_size is 3"),
+  ):
+    with pytest.raises(ValueError) as caught, keys.naming(config):
+      raise ValueError(said)
+    assert str(caught.value) == named
+  with pytest.raises(UnicodeError), keys.naming(config):
+    b"\xff".decode()
+
+
+def test_batches_and_steps_are_in_words():
+  load = lambda *words: config_lib.load([*words, "--data.packing=true"])
+  whole, halves = load(), load("--training.micro_batch_size=4")
+  assert JOBS["sft"].batch(whole).endswith("tokens, packed")
+  assert JOBS["sft"].batch(halves).endswith("tokens, packed, in 2 micro-batches")
+  assert "micro-batches" not in JOBS["dpo"].batch(config_lib.load(["--job=dpo"]))
+  assert str(TrainResult(steps=1, ended_by="data")) == "1 step"
+  assert str(TrainResult(steps=2, ended_by="data")) == "2 steps"
+
+
+def test_groups_have_eight_completions_in_the_command_and_two_in_python():
+  for words in [], ["--algorithm.name=dapo"], ["--algorithm.beta=0.1"]:
+    config = config_lib.load(["--job=grpo", *words])
+    assert config.algorithm.num_generations == 8
+  one = ["--job=grpo", "--algorithm.num_generations=2"]
+  assert config_lib.load(one).algorithm.num_generations == 2
+  assert config_lib.load(["--job=ppo"]).algorithm.num_generations == 1
+  assert GRPOConfig().num_generations == 2
+  assert init._values("grpo", {})["algorithm.num_generations"] == 8
+
+
+def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
+  words = ["--job=grpo", "--lora.rank=2"]
+  load = lambda *more: config_lib.load([*words, *more])
+  before = load("--algorithm.num_generations=2", "--training.learning_rate=2e-4")
+  written = keys.as_plain(settle_values(before, 10))
+  del written["optimizer"]["decay_targets"]
+  former = run_folder._with_former(load(), written)
+  assert former.algorithm.num_generations == 2
+  assert former.training.learning_rate == 2e-4
+  assert former.optimizer.decay_targets == (".*",)
+  written["algorithm"]["num_generations"] = None  # as older versions wrote it
+  assert run_folder._with_former(load(), written).algorithm.num_generations == 2
+  schedule = "--schedule.name=cosine_decay_schedule"
+  former = run_folder._with_former(load(schedule), written)
+  assert settle_values(former, 10).schedule.args["init_value"] == 2e-4
+  # The first start of this version writes them down, and the second keeps them.
+  written = keys.as_plain(settle_values(former, 10))
+  assert run_folder._with_former(load(schedule), written) == former
+  # Values that are given, and folders of today, stay as they are.
+  given = load(schedule, "--schedule.args.init_value=0.5")
+  assert settle_values(run_folder._with_former(given, written), 9).schedule.args == {
+    "init_value": 0.5,
+    "decay_steps": 9,
+  }
+  now = keys.as_plain(settle_values(load(), 10))
+  assert run_folder._with_former(load(), now) == load()
 
 
 def test_base_config_is_what_the_dataclasses_say():

@@ -241,7 +241,7 @@ def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):
   assert train(keys, data__train=file) == 0
   said = capsys.readouterr().out
   assert "6 pairs: 4 kept, 1 with an empty completion left out, 1 with equal" in said
-  assert "done: 1 steps" in said
+  assert "done: 1 step;" in said
 
 
 def test_pairs_can_be_looked_at(keys, files, capsys):

@@ -48,6 +48,7 @@ def keys(files, model, tmp_path):
     "training__max_steps": 4,
     "training__learning_rate": 0.01,
     "algorithm__beta": 0.1,
+    "algorithm__num_generations": 2,
     "samples__every_n_rollouts": 2,
     "logging__tensorboard": "false",
     "output_dir": tmp_path / "out",
@@ -371,7 +372,7 @@ def test_equal_rewards_are_said_at_the_end_and_on_the_page(keys, files, capsys):
   )
   more = {"reward__functions": f"{files / 'equal.py'}:f", "algorithm__beta": 0.0}
   assert train(keys, **more, training__max_steps=1) == 0
-  note = "nothing was learned: the gradient was 0 in all 1 steps"
+  note = "nothing was learned: the gradient was 0 in 1 step"
   assert note in capsys.readouterr().out
   out = keys["output_dir"]
   assert note in json.loads((out / "result.json").read_text())["notes"][0]

@@ -85,6 +85,16 @@ def test_equal_rewards_have_no_advantage_at_all(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_rewards_of_the_host_are_compared_in_float64(name):
+  rewards = np.array([[0.0, 1.0, 3.0], [2.0, 2.0, 5.0]])
+  near = ADVANTAGES[name](rewards)
+  close(ADVANTAGES[name](rewards + 2**33), near)
+  close(near, ADVANTAGES[name](jnp.asarray(rewards)))
+  largest = ADVANTAGES[name](np.array([[1e15, -1e15]] * 100))
+  assert np.isfinite(largest).all() and np.abs(largest).min() > 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("valid", [0, 1])
 def test_fewer_than_two_valid_members(name, valid):
   rewards = jnp.array([[5.0, jnp.nan, jnp.nan]])

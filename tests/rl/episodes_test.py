@@ -146,7 +146,7 @@ HOW = {
   "exits": "SystemExit",
   "hangs": "no answer within",
   "wrong type": "expected a StepResult",
-  "nan": "expected a finite number",
+  "nan": "expected a number up to",
   "bad stop": "a stop condition",
   "no prompt": "an observation is 17",
 }
@@ -211,7 +211,13 @@ def test_a_group_that_fails():
   ours = learner(make, algorithm={"num_generations": 2})
   rollouts = ours._rollouts(prompt_batch({"prompts": ["3"] * 5, "how": how}))
   said = [episode.failure or "" for episode in rollouts.episodes[::2]]
-  wanted = ["NoneType", "make_envs gave 1", "finite number", "finite number", ""]
+  wanted = [
+    "NoneType",
+    "make_envs gave 1",
+    "is nan; expected a n",
+    "a number up to",
+    "",
+  ]
   assert all(part in text for part, text in zip(wanted, said)), said
   assert np.isnan(rollouts.rewards.total).tolist() == [True] * 8 + [False] * 2
 

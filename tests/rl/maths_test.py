@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from tests import toys_text
 from tunix.rl import maths
 
 
@@ -47,6 +48,10 @@ from tunix.rl import maths
     ("sqrt(9/4)", Fraction(3, 2)),
     (r"so \boxed{\frac{6}{8}} it is", Fraction(3, 4)),
     (r"first \boxed{1}, then \boxed{2}", 2),
+    (r"\boxed{1} or rather \boxed{2", 1),  # cut at the limit of tokens
+    (r"\boxed{2 \boxed{1}", 1),
+    (r"} \boxed{\frac{1}{2}} { {2}", Fraction(1, 2)),
+    (r"\boxed{7" * 30_000 + "}", 7),  # in linear time
     (r"\[ 7 \]", 7),
     (r"90^\circ", 90),
     (r"12\text{ cm}", 12),
@@ -54,6 +59,7 @@ from tunix.rl import maths
     ("7.", 7),
     ("10 \u00d7 2", 20),
     ("10 \u2212 2", 8),
+    *((f"{minus}3e{minus}1", Fraction(-3, 10)) for minus in toys_text.MINUSES),
   ],
 )
 def test_rational_values_are_exact(text, value):

@@ -31,7 +31,10 @@ def test_a_pattern_says_where_the_answer_is():
   ("text", "reference", "reward"),
   [
     ("so 5, or rather 1,234.50.", "1234.5", 1.0),
-    ("the result is -3", -3, 1.0),
+    *((f"the result is {minus}3", -3, 1.0) for minus in toys_text.MINUSES),
+    *((f"the result is {minus}3", 3, 0.0) for minus in toys_text.MINUSES),
+    ("pages 5\u20137", 7, 1.0),
+    ("3e\u22122", "0.03", 1.0),
     ("8 is 5-3", 3, 1.0),
     ("I have 5, she 6", 6, 1.0),
     ("$1e3", "1,000", 1.0),

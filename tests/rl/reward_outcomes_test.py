@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,13 +47,18 @@ def test_a_wrong_answer_is_a_failure_of_all_rows(result, message):
   assert reward_outcomes.outcomes_of(result, 2) == [Failed(message)] * 2
 
 
+RANGE = "; expected a number from -1e+15 to 1e+15"
+
+
 @pytest.mark.parametrize(
   ("x", "message"),
   [
     (None, "returned None as the row's reward, not a number"),
-    (float("nan"), "returned nan"),
-    (float("-inf"), "returned -inf"),
-    (10**400, "returned inf"),
+    (float("nan"), f"returned nan{RANGE}"),
+    (float("-inf"), f"returned -inf{RANGE}"),
+    (10**400, f"returned inf{RANGE}"),
+    (math.exp(100), f"returned 3e+43{RANGE}"),
+    (-2e15, f"returned -2e+15{RANGE}"),
     ("1", "returned a str as the row's reward, not a number"),
     (1j, "returned a complex as the row's reward, not a number"),
     (np.ones(2), "returned a list as the row's reward, not a number"),

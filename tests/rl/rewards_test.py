@@ -41,9 +41,10 @@ def test_a_row_without_a_value_has_no_reward_and_the_others_keep_theirs():
   np.testing.assert_array_equal(out.total, [1.0, math.nan, math.nan])
   np.testing.assert_array_equal(out.by_function["partly"], [1.0, math.nan, math.nan])
   np.testing.assert_array_equal(out.valid, [True, False, False])
-  assert out.outcomes["partly"][1] == Failed("returned nan")
+  nan = "returned nan; expected a number from -1e+15 to 1e+15"
+  assert out.outcomes["partly"][1] == Failed(nan)
   assert out.problems() == [
-    "partly: row 1: returned nan",
+    f"partly: row 1: {nan}",
     "partly: row 2: returned None as the row's reward, not a number",
   ]
 

@@ -4,15 +4,18 @@ import dataclasses
 import json
 
 import numpy as np
+import optax
 import pytest
 
 from tests import toys
 from tests.rl import clusters
 from tests.sft import trainers
+from tunix.cli import config as config_lib
+from tunix.cli.settings import keys
 from tunix.models import heads
 from tunix.ops import advantages
-from tunix.rl import learner_state
-from tunix.rl.algorithm_config import RolloutCorrection
+from tunix.rl import learner_state, setup
+from tunix.rl.algorithm_config import KINDS, RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -21,6 +24,7 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
 from tunix.sft.peft_trainer import CheckpointOptions
@@ -282,7 +286,7 @@ def test_equal_rewards_teach_nothing(learner_class, caplog):
   result = learner.train(clusters.prompts(1))
   assert same(before, weights(learner))
   (note,) = result.notes
-  assert "the gradient was 0 in all 1 steps" in note and "equal rewards" in note
+  assert "the gradient was 0 in 1 step" in note and "equal rewards" in note
   assert note in caplog.text
 
 
@@ -391,6 +395,39 @@ def test_settings_out_of_range_fail_before_anything_is_sampled():
     RolloutCorrection(level="row")
 
 
+MAY_FILTER = {"top_p": 1.0, "min_p": 0.0}  # values that keep every token
+FILTERS = {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
+
+
+@pytest.mark.parametrize("kind", [None, *(k for k in KINDS if k != "off")])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_correction_refuses_probabilities_of_a_part_of_the_tokens(kind, name):
+  rule = None if kind is None else RolloutCorrection(kind=kind)
+  config, sampling = GRPOConfig(rollout_correction=rule), RolloutConfig(**MAY_FILTER)
+  message = f"rollout.{name} is {FILTERS[name]} .*kind is {kind or 'truncate'}"
+  stale = int(kind is None)  # such rollouts have a correction by default
+  setup.check_support(sampling, config, stale)
+  sampling = dataclasses.replace(sampling, **{name: FILTERS[name]})
+  with pytest.raises(ValueError, match=message):
+    setup.check_support(sampling, config, stale)
+  off = GRPOConfig(rollout_correction=RolloutCorrection(kind="off"))
+  for staleness in 0, 1:
+    setup.check_support(sampling, off, staleness)
+  setup.check_support(sampling, GRPOConfig(), 0)
+
+
+def test_learners_and_the_command_refuse_filters_with_a_correction():
+  rule = {"rollout_correction": RolloutCorrection()}
+  with pytest.raises(ValueError, match=r"rollout.top_p is 0.5 .*kind is truncate"):
+    clusters.grpo(rule, rollout={"top_p": 0.5})
+  words = ["--job=grpo", "--rl.schedule=lagged", "--rollout.top_k=5"]
+  with pytest.raises(ValueError, match=r"--rollout.top_k.*rollouts have by default"):
+    config_lib.load(words)
+  config_lib.load([*words, "--algorithm.rollout_correction.kind=off"])
+  free = keys.of_config(config_lib.load(["--job=grpo"]))
+  assert free["algorithm.rollout_correction"].facts.may_change
+
+
 def test_metric_functions_are_logged():
   def longest(prompts, completions, rewards, number, **columns):
     assert len(prompts) == len(rewards) == len(number) == 16
@@ -441,6 +478,26 @@ def test_failed_rewards_are_left_out_and_counted():
   logger = learner.rl_cluster.logger
   assert logger.get_metric("", "rewards/failed", Mode.TRAIN) == 4 / 16
   assert np.isfinite(logger.get_metric("actor", "loss", Mode.TRAIN))
+
+
+def test_an_advantage_that_is_no_number_ends_the_run():
+  def huge(rewards, where=None):
+    return np.where(where, 1e300, np.nan)
+
+  learner = clusters.grpo({"advantage_estimator": huge})
+  with pytest.raises(ValueError, match=r"16 of 16 advantages .* the first is 1e\+300"):
+    learner.train(clusters.prompts(1))
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path):
+  learner = saving(tmp_path, every=1)
+  actor = learner.rl_cluster.actor_trainer
+  actor._state.tx = optax.scale(-np.inf)
+  actor._state.forget_steps()
+  with pytest.raises(RuntimeError, match="a weight is not finite after step 1"):
+    learner.train(clusters.prompts(1))
+  learner.close()
+  assert saving(tmp_path).train_steps == 0
 
 
 def test_nothing_but_failures_is_an_error_with_a_name():

@@ -4,7 +4,7 @@ import os
 import signal
 
 import jax.numpy as jnp
-import numpy as np
+import optax
 import pytest
 
 from tests import optimizers
@@ -213,7 +213,29 @@ def test_aux_none_and_names_that_are_taken():
     t.train(smalls(1))
 
 
+def unlearnable(model, **batch):
+  return jnp.sum(model(batch["input_tokens"])) * jnp.nan
+
+
 def test_a_loss_that_is_no_number_is_said_once(caplog):
-  t = trainer().with_loss_fn(lambda model, **batch: jnp.float32(np.nan))
+  # The optimizer drops such a gradient, so the weights stay as they are.
+  t = trainer(tx=optax.apply_if_finite(optimizers.sgd(1), 9)).with_loss_fn(unlearnable)
   t.train(smalls(3))
   assert caplog.text.count("the loss of step 1 is nan: lower the learning rate") == 1
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_weights_that_are_no_numbers_end_the_run_and_are_not_saved(tmp_path, steps):
+  root = {"checkpoint_root_directory": str(tmp_path), "max_steps": steps}
+  t = trainer(tx=optimizers.sgd(1), **root).with_loss_fn(unlearnable)
+  # A step is looked at while the next one is computed.
+  with pytest.raises(RuntimeError, match=f"not finite after step {min(steps, 2)},"):
+    t.train(smalls(3))
+  t.close()
+  assert trainer(tx=optimizers.sgd(1), **root).train_steps == 0
+
+
+def test_a_last_update_that_overflows_is_seen():
+  overflows = optax.scale(-float("inf"))  # the loss and its gradient are finite
+  with pytest.raises(RuntimeError, match="a weight is not finite after step 1"):
+    trainer(tx=overflows, max_steps=1).train(smalls(1))

@@ -141,6 +141,21 @@ def test_the_norm_of_the_gradient_is_clipped():
     ours.update(state, AdamParams())
 
 
+@pytest.mark.parametrize(("rate", "scale"), [(1e-3, np.nan), (1e-3, 3e38), (3e38, 1)])
+def test_an_update_to_weights_that_are_no_numbers_is_refused(rate, scale):
+  ours = learner()
+  state = ours.init(SPEC, seed=0)
+  before = [x.copy() for x in jax.tree.leaves(jax.tree.map(np.asarray, state.params))]
+  state.gradient = jax.tree.map(lambda x: x * 0 + np.float32(scale), state.params)
+  params = AdamParams(learning_rate=rate, weight_decay=1e3)
+  with pytest.raises(TinkerError, match="weights that are not finite"):
+    ours.update(state, params)
+  after = jax.tree.leaves((state.params, state.opt_state))
+  assert all(np.isfinite(x).all() for x in after)
+  for x, y in zip(before, after):
+    np.testing.assert_array_equal(x, y)
+
+
 def test_adapters_share_programs_and_no_bytes():
   ours = learner()
   one, other = ours.init(SPEC, seed=0), ours.init(SPEC, seed=1)

@@ -262,6 +262,9 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
     elif without_text(value) is not None or takes_null(hint):
       typed = value if isinstance(value, Argument) else without_text(value)
       arguments[name] = convert(typed, hint, dotted)
+  for name, key in known.items():
+    if key.facts.in_command is not None:
+      arguments.setdefault(name, key.default)
   with keys.under(prefix[:-1], section):
     return section(**arguments)
 

@@ -120,12 +120,7 @@ class LoraConfig:
       )
     patterns = (*self.rank_pattern, *self.alpha_pattern, *(self.modules_to_save or ()))
     for target in (*self.targets, *patterns):
-      try:
-        re.compile(target)
-      except re.error as error:
-        raise ValueError(
-          f"target {target!r} is no regular expression: {error}"
-        ) from error
+      checks.pattern("target", target)
 
   @property
   def scale(self) -> float:

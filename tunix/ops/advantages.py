@@ -10,7 +10,7 @@ than two valid ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,18 +209,21 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
     where: True for valid rewards; None if all are valid.
     axis: axis of the mean; None for all axes.
   """
-  where = jnp.ones(rewards.shape, bool) if where is None else where
-  kept = keep(rewards, where)
+  # NumPy arrays are subtracted in float64, before JAX rounds them to float32, in which
+  # 1e8 and 1e8 + 1 are one number.
+  xp: Any = jnp if isinstance(rewards, jax.Array) else rewards.__array_namespace__()
+  valid = xp.ones(rewards.shape, bool) if where is None else where
+  kept = keep(rewards, valid) if xp is jnp else xp.where(valid, xp.float64(rewards), 0)
   # The mean of equal numbers may differ from them by a rounding error. Dividing this
   # error by an equally small deviation would give advantages near 1. The smallest
   # reward is therefore subtracted first: equal rewards then are exactly 0.
-  least = jnp.min(
-    jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
+  least = xp.min(
+    xp.where(valid, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
   )
-  shifted = jnp.where(where, kept - least, 0.0)
-  count = jnp.sum(where, axis=axis, keepdims=True).astype(kept.dtype)
+  shifted = jnp.asarray(xp.where(valid, kept - least, 0.0))
+  count = jnp.sum(valid, axis=axis, keepdims=True).astype(shifted.dtype)
   mean = safe_divide(jnp.sum(shifted, axis=axis, keepdims=True), count)
-  values = jnp.where(where, shifted - mean, 0.0)
+  values = jnp.where(valid, shifted - mean, 0.0)
   squares = jnp.sum(jnp.square(values), axis=axis, keepdims=True)
   # The divisor is count - 1 (sample deviation), and 1 for fewer than two rewards.
   return _Centered(values, count, jnp.sqrt(squares / jnp.maximum(count - 1, 1)))

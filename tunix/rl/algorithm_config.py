@@ -11,6 +11,7 @@ from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
 from tunix.utils import checks
+from tunix.utils.setting import setting
 
 # The ways that the ratio to the policy before the update enters the loss.
 LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
@@ -190,7 +191,7 @@ class AlgorithmConfig:
   loss_agg_mode: str = "token-mean"
   advantage_estimator: str | Callable[..., Any] = "group_normalized"
   entropy_coef: float | None = None
-  rollout_correction: RolloutCorrection | None = None
+  rollout_correction: RolloutCorrection | None = setting(None, may_change=True)
   mask_truncated: bool = False
   shared_prompt: bool | None = None
   exact_tile_rows: int | None = None

@@ -22,7 +22,7 @@ from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
-from tunix.rl.reward_outcomes import Failed, Outcome, Value
+from tunix.rl.reward_outcomes import Failed, Outcome, checked
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
@@ -344,7 +344,9 @@ def _placed(row: Row, width: int) -> Row:
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
   """Returns the rewards of episodes; an episode that failed has none."""
   return [
-    Value(episode.reward) if episode.failure is None else Failed(episode.failure)
+    checked(episode.reward, "the sum of rewards is")
+    if episode.failure is None
+    else Failed(episode.failure)
     for episode in episodes
   ]
 

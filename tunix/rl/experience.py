@@ -314,6 +314,9 @@ class Experience:
       policy_moves: True if the policy changes between the first and the last update on
         these rollouts. `old` is computed only in this case.
       **fields: further fields of the example.
+
+    Raises:
+      ValueError: an advantage of a row with a reward is not finite.
     """
     config = self._config
     self._check_routes(rollouts)
@@ -321,6 +324,7 @@ class Experience:
     mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
     if advantages.ndim == 1:
       advantages = rollouts.by_row(advantages)
+    _check_finite(advantages[mask if advantages.ndim > 1 else mask.any(1)])
     if rollouts.versions is not None:
       # The updates that follow begin with these weights.
       step = self._cluster.actor_trainer.train_steps
@@ -402,6 +406,17 @@ class Experience:
       self._episodes.close()
     if self._rewards is not None:
       self._rewards.close()
+
+
+def _check_finite(advantages: np.ndarray) -> None:
+  """Raises ValueError if an advantage of rows that are trained on is out of range."""
+  bad = ~(np.abs(advantages) <= np.finfo(np.float32).max)
+  if bad.any():
+    raise ValueError(
+      f"{bad.sum()} of {bad.size} advantages are not finite, the first is "
+      f"{advantages[bad][0]}; expected finite ones. Lower the weights of the rewards, "
+      "or correct the function that is the advantage_estimator"
+    )
 
 
 def check_same_prompts(batch: PromptBatch, mode: Mode) -> None:

@@ -18,6 +18,10 @@ from typing import Any
 
 Number = Fraction | float
 
+# Characters besides the hyphen that are read as a minus: the minus sign, the en dash,
+# and the small and the full-width hyphen.
+MINUSES = "\u2212\u2013\ufe63\uff0d"
+
 MAX_CHARACTERS = 1000  # of a text; longer texts are not parsed
 MAX_DEPTH = 40  # nested brackets and exponents, far below Python's recursion limit
 MAX_BITS = 4096  # bits of a numerator or denominator; larger numbers become floats
@@ -36,7 +40,7 @@ _SPELLINGS = (
   (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{[^{}]*\}\s*$", ""),  # units
   (r"\\(?:times|cdot)(?![a-zA-Z])|[\u00d7\u00b7\u2217]", "*"),
   (r"\\div(?![a-zA-Z])|\u00f7", "/"),
-  (r"[\u2212\u2013]", "-"),
+  (f"[{MINUSES}]", "-"),
   (r"\\%", "%"),
   (r"\\[$]|[$£€]|\\\(|\\\)|\\\[|\\\]", ""),
   (r"\{,\}", ","),
@@ -64,17 +68,20 @@ def evaluate(text: str, *, ignore_percent: bool = False) -> Number:
 
 
 def last_boxed(text: str) -> str | None:
-  """Returns the content of the last \\boxed{...}; None if there is none."""
-  start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-  if start < 0:
-    return None
-  begin = text.index("{", start)
-  depth = 0
-  for i in range(begin, len(text)):
-    depth += (text[i] == "{") - (text[i] == "}")
-    if depth == 0:
-      return text[begin + 1 : i]
-  return None
+  """Returns the content of the last closed \\boxed{...}; None if there is none.
+
+  A box without its closing brace is no answer: the completion may have been cut there.
+  """
+  opened: list[int] = []
+  last, end = -1, -1
+  for match in re.finditer(r"[{}]", text):
+    if match[0] == "{":
+      opened.append(match.end())
+    elif opened:
+      begin = opened.pop()
+      if begin > last and text.endswith(("\\boxed{", "\\fbox{"), 0, begin):
+        last, end = begin, match.start()
+  return None if end < 0 else text[last:end]
 
 
 def same(

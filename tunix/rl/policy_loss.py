@@ -50,7 +50,8 @@ METRICS = (
   Metric(
     "parity/ratio",
     "1",
-    "exp(trainer's - engine's log-probability)",
+    "exp(trainer's - engine's log-probability). With top_p, top_k or min_p the "
+    "engine's is that among the kept tokens, so the ratio is their share, below 1",
     "train",
     "if the rollout engine returns log-probabilities",
     "`is_ratio/*`",

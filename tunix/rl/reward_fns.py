@@ -26,9 +26,10 @@ from typing import Any, Literal
 from tunix.rl import json_schema as schemas, maths
 
 # A number as people write it, such as 1,234.5 or -3e-2.
+_SIGN = f"[-+{maths.MINUSES}]"
 NUMBER = (
-  r"(?:(?<![0-9])[-+])?"  # the minus of "5-3" is not a sign
-  r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
+  rf"(?:(?<![0-9]){_SIGN})?"  # the minus of "5-3" is not a sign
+  rf"(?:[0-9]+(?:,[0-9]{{3}})*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE]{_SIGN}?[0-9]{{1,3}})?"
 )
 
 Reasoning = Literal["drop", "keep"]

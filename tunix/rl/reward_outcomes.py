@@ -16,12 +16,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# Largest size of a reward. Up to it, float64 tells x from x + 1, and the squares of
+# differences, of which the deviations of groups are made, fit in float32.
+LARGEST = 1e15
 _MAX_MESSAGE = 400  # characters of an error message that are kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """A finite number that the function returned for the row."""
+  """A number up to `LARGEST` in size that the function returned for the row."""
 
   value: float
 
@@ -148,7 +151,17 @@ def _outcome(x: Any) -> Value | Failed:
     value = float(x)
   except OverflowError:
     value = math.inf
-  return Value(value) if math.isfinite(value) else Failed(f"returned {value}")
+  return checked(value, "returned")
+
+
+def checked(value: float, verb: str) -> Value | Failed:
+  """Returns a Value, or for a number out of range a Failed that begins with `verb`."""
+  if abs(value) <= LARGEST:  # False for NaN
+    return Value(value)
+  # One digit, because messages that are equal are shown once.
+  return Failed(
+    f"{verb} {value:.0e}; expected a number from {-LARGEST:g} to {LARGEST:g}"
+  )
 
 
 def _shown(x: Any) -> str:

@@ -84,7 +84,7 @@ class RewardOutput:
   def plus(self, name: str, values: np.ndarray) -> RewardOutput:
     """Adds values [B], such as the scores of a reward model, as one more function."""
     outcomes: list[Outcome] = [
-      Value(x) if math.isfinite(x) else Failed(f"the score is {x}")
+      reward_outcomes.checked(x, "the score is")
       for x in np.asarray(values, np.float64).tolist()
     ]
     return self.plus_outcomes(name, outcomes)

@@ -233,7 +233,8 @@ class RLLearner(BaseTrainer):
     Raises:
       Stopped: SIGINT or SIGTERM arrived; a checkpoint was saved.
       ValueError: there are no prompts, or a prompt is too long.
-      RuntimeError: an earlier update failed, and the models are between two states.
+      RuntimeError: a trained weight is not finite; or an earlier update failed, and the
+        models are between two states.
     """
     if self._is_mid_update:
       raise RuntimeError(
@@ -284,6 +285,8 @@ class RLLearner(BaseTrainer):
 
   def _end(self) -> None:
     self._schedule.end()
+    for trainer in learner_state.trainers(self.rl_cluster).values():
+      trainer.check_weights()
     self.rl_cluster.logger.flush()
     self.rl_cluster.perf.synchronize()
 
@@ -382,6 +385,10 @@ class RLLearner(BaseTrainer):
       return None
     if self._is_mid_update or (ahead := self._schedule.to_json()) is None:
       _log.warning("step %d is not saved: it or a batch after it is incomplete", step)
+      return None
+    trainers = learner_state.trainers(self.rl_cluster)
+    if not all(trainer.is_finite for trainer in trainers.values()):
+      _log.warning("step %d is not saved: a weight is not finite", step)
       return None
     progress = dataclasses.replace(self._progress, data_state=places[0])
     return learner_state.of_run(self.rl_cluster, progress, self._identity, ahead)

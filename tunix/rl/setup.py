@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
+
+_log = logging.getLogger(__name__)
 
 
 def reward_manager(
@@ -74,6 +77,35 @@ def check_exploring(rollout: RolloutConfig) -> None:
       "to learn from; set it above 0 (for greedy evaluations give Mode.EVAL another "
       "RolloutConfig, or set rollout.eval_temperature)"
     )
+
+
+def check_support(
+  rollout: RolloutConfig, config: AlgorithmConfig, staleness: int
+) -> None:
+  """Checks that importance weights compare distributions over the same tokens.
+
+  The engine's log-probabilities are those among the tokens that its filters keep. The
+  trainer's are those among all tokens, and the kept ones are not recorded.
+
+  Args:
+    rollout: the sampling of training.
+    config: settings of the algorithm.
+    staleness: see `AlgorithmConfig.for_staleness`.
+
+  Raises:
+    ValueError: there are filters and a correction.
+  """
+  rule, filters = config.for_staleness(staleness).correction, rollout.filters
+  if rule is None or not filters:
+    return
+  (name, value), *_ = filters.items()
+  is_default = config.rollout_correction is None
+  raise ValueError(
+    f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}"
+    f"{', which stale rollouts have by default' * is_default}: the engine gives "
+    "probabilities among the tokens that the filter keeps, and the trainer among all. "
+    f"Leave {name} out, or set algorithm.rollout_correction.kind to off"
+  )
 
 
 def _check_processes(cluster: RLCluster) -> None:
@@ -194,6 +226,8 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   if cluster.cluster_config.training_config.staleness:
     _check_schedule(cluster, config)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
+  staleness = cluster.cluster_config.training_config.staleness
+  check_support(cluster.cluster_config.rollout(Mode.TRAIN), config, staleness)
   if cluster.cluster_config.rollout(Mode.TRAIN).replay_routes:
     _check_routes(cluster)
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
@@ -205,6 +239,11 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
     raise ValueError(
       "beta is 0 and there is a reference model, which would not be used: set beta, or "
       "leave reference= out"
+    )
+  if config.num_generations == 2:
+    _log.warning(
+      "num_generations is 2: each advantage compares with one other completion. Groups "
+      "of 8 (the default of the command) learn better"
     )
   if cluster.critic is not None and not uses_critic:
     raise ValueError(

@@ -157,7 +157,9 @@ def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:
     "checkpoint_root_directory": None,
     "eval_every_n_steps": None,
     "metrics_prefix": "/".join(filter(None, (config.metrics_prefix, role))),
-    "pbar_description": config.pbar_description and role.capitalize(),
+    # The critic of PPO has a bar of its own.
+    "pbar_description": config.pbar_description
+    and f"{config.pbar_description}{' critic' * (role == 'critic')}",
     "perf_metrics_options": None,  # the tracer of the run is passed to the trainer
     # JAX records one profile per process at a time.
     "profiler_options": config.profiler_options if role == "actor" else None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 PeftTrainerConfig = TrainingConfig
+
+_log = logging.getLogger(__name__)
 
 
 class PeftTrainer(BaseTrainer):
@@ -133,6 +136,7 @@ class PeftTrainer(BaseTrainer):
       matmul_params(self._module.params, self._module.frozen, moe.active_share(model)),
       self._state.devices,
       self.perf_tracer,
+      self.check_weights,
     )
     self._run = Run(self, config, self.perf_tracer)
     self.restore_checkpoint()
@@ -252,6 +256,11 @@ class PeftTrainer(BaseTrainer):
     """The number of consumed micro-batches."""
     return self._progress.iter_steps
 
+  @property
+  def is_finite(self) -> bool:
+    """True if all trained weights are finite; waits for the device."""
+    return self._state.is_finite()
+
   # Actions.
 
   def train(
@@ -279,8 +288,8 @@ class PeftTrainer(BaseTrainer):
     Raises:
       Stopped: SIGINT or SIGTERM arrived. The step was finished and saved.
       ValueError: The data is empty, or a global batch has no trained token.
-      RuntimeError: The trainer is closed and cannot save; or an update failed on the
-        device and deleted the weights.
+      RuntimeError: A trained weight is not finite; the trainer is closed and cannot
+        save; or an update failed on the device and deleted the weights.
     """
     return self._run.train(train_ds, eval_ds, skip_jit)
 
@@ -344,6 +353,19 @@ class PeftTrainer(BaseTrainer):
       self._run.close()
     finally:
       self._reporter.close()
+
+  def check_weights(self) -> None:
+    """Ends a run whose weights are of no use.
+
+    Raises:
+      RuntimeError: A trained weight is not finite.
+    """
+    if not (self._closed or self.is_finite):
+      raise RuntimeError(
+        f"a weight is not finite after step {self.train_steps}, and nothing is saved "
+        "from here on. Lower the learning rate, set training.max_grad_norm, or look at "
+        "the batches and the loss of the last steps"
+      )
 
   # The implementation of `run.Work`; `Run` decides when each method is called.
 
@@ -418,7 +440,10 @@ class PeftTrainer(BaseTrainer):
     self._call_hook("on_eval_step_end", metrics["loss"])
     return metrics
 
-  def _run_state(self, places: Places) -> RunState:
+  def _run_state(self, places: Places) -> RunState | None:
+    if not self.is_finite:
+      _log.warning("step %d is not saved: a weight is not finite", self.train_steps)
+      return None
     return self._state.to_run_state(
       progress={**self._progress.to_json(places), "metrics": self._reporter.state()},
       custom_metadata=self.custom_checkpoint_metadata(),
@@ -443,6 +468,7 @@ class PeftTrainer(BaseTrainer):
 
   def _end(self) -> None:
     self._reporter.end()
+    self.check_weights()
     self._call_hook("on_train_end")
 
   # Helper methods.

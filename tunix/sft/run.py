@@ -22,13 +22,14 @@ from typing import Any, ClassVar, Literal, Protocol
 import jax
 
 from tunix.perf.trace import NoopTracer
-from tunix.sft import best as best_lib
+from tunix.sft import best as best_lib, doubts
 from tunix.sft.best import Best
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import TrainingConfig
 from tunix.sft.interrupts import DeferredSignals, Stopped
+from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.run_state import Position, RunState
-from tunix.utils import coordination, mesh as mesh_lib
+from tunix.utils import coordination, mesh as mesh_lib, terminal
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class TrainResult:
     ended_by: the reason for the end: "data" (no batch was left), "max_steps" or
       "early_stopping".
     best: the best evaluation of the run; None if `TrainingConfig.best` is None.
-    notes: warnings about the run: the gradient was 0 in every step, or the data ended
-      before `max_steps`.
+    notes: warnings about the run: the gradient was 0 in every step, the metrics show
+      that it did not learn (see doubts.py), or the data ended before `max_steps`.
   """
 
   steps: int
@@ -71,7 +72,7 @@ class TrainResult:
   notes: tuple[str, ...] = ()
 
   def __str__(self) -> str:
-    parts = [f"{self.steps} steps"]
+    parts = [terminal.counted(self.steps, "step")]
     if self.best is not None:
       parts.append(str(self.best))
     if self.best is not None and self.ended_by == "early_stopping":
@@ -98,6 +99,11 @@ class Work(Protocol):
   @abc.abstractmethod
   def train_steps(self) -> int:
     """The number of optimizer updates so far; in RL, updates of the actor."""
+
+  @property
+  @abc.abstractmethod
+  def metrics_logger(self) -> MetricsLogger:
+    """The logger of the run's metrics."""
 
   @property
   @abc.abstractmethod
@@ -187,6 +193,8 @@ class Run:
     # dispatched ahead.
     self._notice = coordination.StopNotice(lag=config.max_inflight_computations + 2)
     self._calls = 0  # completed calls of `train` in this process
+    self._units = 0  # learned in this process
+    self._doubted: set[str] = set()  # metrics whose notes were logged on the way
     self._is_training = False
     self._cadence_checked_until = 0  # the last step that `_save_is_due` has looked at
 
@@ -241,6 +249,7 @@ class Run:
       self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
       while unit is not None and not self._is_over:
         work._learn(unit, skip_jit)
+        self._look_for_doubts()
         self.stop_if_signalled(signals)
         # The checkpoint is written below, after the next unit was drawn. The place in
         # the data before that unit must be stored now.
@@ -305,12 +314,28 @@ class Run:
     steps, limit = self._work.train_steps, self.config.max_steps
     if self._work._had_no_gradient:
       cause = self._work._cause_of_no_gradient
-      yield f"nothing was learned: the gradient was 0 in all {steps} steps; {cause}"
+      every = f"{'all ' * (steps > 1)}{terminal.counted(steps, 'step')}"
+      yield f"nothing was learned: the gradient was 0 in {every}; {cause}"
+    else:
+      yield from self._doubts().values()
     if limit is not None and not self.is_finished:
       yield (
         f"the data ended after {steps} of max_steps {limit} steps; repeat the data, or "
         "call train again, to reach max_steps"
       )
+
+  def _doubts(self) -> dict[str, str]:
+    return doubts.found(self._work.metrics_logger, self.config.metrics_prefix)
+
+  def _look_for_doubts(self) -> None:
+    """Logs each sign that the run does not learn once, as soon as it is seen."""
+    self._units += 1
+    if self._units & (self._units - 1):
+      return  # only after 1, 2, 4, 8, ... units, because a look reads all values
+    for metric, note in self._doubts().items():
+      if metric not in self._doubted:
+        _log.warning("after step %d: %s", self._work.train_steps, note)
+      self._doubted.add(metric)
 
   def _draw(self, source: Any) -> Any:
     if self.is_finished:

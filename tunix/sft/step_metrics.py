@@ -107,6 +107,8 @@ class StepReporter:
     matmul_params: (all, trained) numbers of parameters that multiply every token.
     devices: function that returns the devices of the run.
     tracer: its metrics are logged with those of each step.
+    check_weights: raises an error if a weight is not finite. It is called after a step
+      with a loss or a gradient that is not finite.
   """
 
   def __init__(
@@ -116,12 +118,14 @@ class StepReporter:
     matmul_params: tuple[int, int],
     devices: Callable[[], Sequence[Any]],
     tracer: NoopTracer,
+    check_weights: Callable[[], None] = lambda: None,
   ):
     self.logger = logger
     self._config = config
     self._matmul_params = matmul_params
     self._devices = devices
     self._tracer = tracer
+    self._check_weights = check_weights
     self._has_warned = False
     self._is_compiled = False
     # Metrics of the run that belong to no trainer, such as the rewards of RL. The bar
@@ -198,7 +202,6 @@ class StepReporter:
     tokens, now = self._tokens.pop(step), time.perf_counter()
     seconds = now - (self._clock or now)
     self._clock = now
-    self._warn_if_not_finite(step, values)
     values = _with_perplexity(values, tokens)
     if seconds > 0:
       values |= self._speeds(tokens, seconds)
@@ -211,6 +214,7 @@ class StepReporter:
       if (memory := values.get("device_memory_bytes")) is not None:
         details["GiB"] = memory / 2**30
       self._bar.update(1, self._watched(values), details)
+    self._check_finite(step, values)
 
   def _watched(self, values: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics for the bar by label."""
@@ -225,16 +229,16 @@ class StepReporter:
     logger = self.logger
     return logger.metric_exists(*where) and logger.get_metric(*where) == 0
 
-  def _warn_if_not_finite(self, step: int, values: Mapping[str, float]) -> None:
-    if self._has_warned or math.isfinite(values["loss"]):
-      return
-    self._has_warned = True
-    _log.warning(
-      "the loss of step %d is %s: lower the learning rate, or look at the batch; all "
-      "later steps start from the weights of this one",
-      step,
-      values["loss"],
-    )
+  def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
+    bad = [x for x in ("loss", "grad_norm") if not math.isfinite(values[x])]
+    if bad and not self._has_warned:
+      self._has_warned = True
+      _log.warning(
+        "the %s of step %d is %s: lower the learning rate, or look at the batch",
+        *(bad[0], step, values[bad[0]]),
+      )
+    if bad:  # an optimizer may skip such a gradient (`optax.apply_if_finite`)
+      self._check_weights()
 
   def _speeds(self, tokens: int, seconds: float) -> dict[str, float]:
     """Returns the figures of a step that depend on the machine."""

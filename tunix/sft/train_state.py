@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -114,6 +115,17 @@ class TrainState:
         yield
       finally:
         self.hand_back()
+
+  def is_finite(self) -> bool:
+    """Returns True if all trained weights are finite; waits for the device."""
+    self.module.refresh()
+    # A critic that RL has offloaded returns to the device for the check.
+    device = jax.memory.Space.Device
+    params = [
+      jax.device_put(x, device) if offload.is_on_host(x) else x
+      for x in jax.tree.leaves(self.module.params)
+    ]
+    return not params or bool(_all_finite(params))
 
   def hand_back(self) -> nnx.Module:
     """Gives the caller's module the current arrays, on the caller's mesh."""
@@ -242,3 +254,8 @@ class TrainState:
     self.module.replace(saved.model_params or {}, saved.model_rest or {})
     self.hand_back()
     self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)
+
+
+@jax.jit
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+  return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()

@@ -209,7 +209,8 @@ class Learner:
     """Applies the summed gradient to an adapter, and returns metrics of the update.
 
     Raises:
-      TinkerError: there is no gradient.
+      TinkerError: there is no gradient, or the update would make a weight that is not
+        finite. The adapter then stays as it was, without a gradient.
     """
     if state.gradient is None:
       raise TinkerError(
@@ -217,10 +218,16 @@ class Learner:
         "Send one first"
       )
     values = jnp.array(dataclasses.astuple(params), jnp.float32)
-    state.params, state.opt_state, norm = _update(
+    state.params, state.opt_state, norm, is_finite = _update(
       state.params, state.opt_state, state.gradient, values
     )
     state.gradient = None
+    if not is_finite:
+      raise TinkerError(
+        f"the update makes weights that are not finite, at grad_norm {float(norm):g} "
+        f"and learning_rate {params.learning_rate:g}: the weights stay as they were. "
+        "Lower the learning rate, or look at the data"
+      )
     return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
 
   def adapted(self, spec: AdapterSpec, params: Any) -> Transformer:
@@ -359,7 +366,12 @@ def _update(params, opt_state, gradient, values):
   too_large = (clip > 0) & (norm > clip)
   factor = jnp.where(too_large, clip / norm, 1.0)
   gradient = jax.tree.map(lambda g: g * factor, gradient)
-  updates, opt_state = _optimizer(rate, b1, b2, eps, decay).update(
+  updates, moved = _optimizer(rate, b1, b2, eps, decay).update(
     gradient, opt_state, params
   )
-  return optax.apply_updates(params, updates), opt_state, norm
+  new = optax.apply_updates(params, updates), moved
+  is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
+  kept = jax.tree.map(
+    lambda x, before: jnp.where(is_finite, x, before), new, (params, opt_state)
+  )
+  return *kept, norm, is_finite

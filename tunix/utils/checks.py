@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import re
 import types
 import typing
 from typing import Any, NamedTuple
@@ -153,6 +154,20 @@ def number(
   ending += ", or None" if optional else ""
   error = ValueError if is_number else TypeError
   raise error(f"{name} is {value!r}: it must be {what}{within.words()}{ending}")
+
+
+def pattern(name: str, text: str) -> None:
+  """Checks that a text is a regular expression.
+
+  Raises:
+    ValueError: it is none; the message says why.
+  """
+  try:
+    re.compile(text)
+  except re.error as error:
+    raise ValueError(
+      f"{name} {text!r} is no regular expression: {error}. Correct it"
+    ) from error
 
 
 def listed(name: str, value: Any, items: Any, within: Range = ANY) -> None:

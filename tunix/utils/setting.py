@@ -30,6 +30,7 @@ class Facts:
       A resumed run must find the same content, under whatever path. None if the content
       is not compared.
     python_only: the field is not a key of the command.
+    in_command: default of the key, if it is not that of the field in Python.
     takes_object: a Python program may give an object in place of the path: a model, a
       tokenizer, records or a function.
   """
@@ -39,6 +40,7 @@ class Facts:
   may_change: bool = False
   fingerprint: str | None = None
   python_only: bool = False
+  in_command: Any = None
   takes_object: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Text of records and models, made safe for a terminal."""
+"""Text for a terminal: numbers with nouns, and records and models made safe."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _CONTROL = re.compile(
   f"({'|'.join(map(re.escape, COLOUR))})"
   "|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]"
 )
+
+
+def counted(count: int, noun: str) -> str:
+  """Returns a number with its noun: 1 step, 2 steps."""
+  return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def shown(text: str, stream: TextIO | None = None) -> str:

@@ -1,5 +1,6 @@
 import pytest
 
+from tests import toys_text
 from tunix.cli.reward_fn import gsm8k
 from tunix.rl.rewards import RewardManager
 
@@ -32,6 +33,7 @@ def test_form(completion, exactly, approximately):
     (text("109"), 0.5, 0.0),
     (text("85"), 0.25, 0.0),
     (text("10"), -1.0, 0.0),
+    *((text(f"{minus}100"), -1.0, 0.0) for minus in toys_text.MINUSES),
     (text("many"), -1.0, 0.0),
     (text("100 apples"), -1.0, 1.5),
     ("<answer>100", 0.0, 1.5),

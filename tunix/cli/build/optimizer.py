@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from tunix.cli.settings import rates
 from tunix.cli.settings.run import RunSettings
 from tunix.cli.settings.spelling import did_you_mean
+from tunix.models import lora_modules
 from tunix.sft import shared_steps
 from tunix.sft.config import Schedule
 from tunix.utils import tree
-
-FULL_RATE = 1e-5
-LORA_RATE = 2e-4
 
 # Names of schedule arguments: the rate at its peak, the number of steps, and the first
 # and last rate.
@@ -29,6 +28,13 @@ _ZEROS = ("init_value", "end_value")
 
 # Fields of the decoder's modules that hold matrices.
 _MATRICES = ("kernel", "lora_a", "lora_b")
+# Weight decay moves them as the Trainer of `transformers` does: embeddings too, but no
+# norms and biases.
+_DECAY_TARGETS = (*_MATRICES, "conv_kernel", "embedding")
+_ALL = (".*",)
+# Arguments of optax's optimizers: the decay, and the function that chooses what decays.
+_DECAYS = ("weight_decay", "weight_decay_rate")
+_DECAY_MASKS = ("mask", "weight_decay_mask")
 
 
 class Arguments:
@@ -52,6 +58,21 @@ class Arguments:
     return hash(self._key)
 
 
+def peak_of(config: RunSettings) -> str | None:
+  """Returns the argument of the schedule that `training.learning_rate` sets, or None.
+
+  Raises:
+    ValueError: an unknown schedule.
+  """
+  name = config.schedule.name
+  return None if name is None else next(x for x in _RATES if x in _parameters(name))
+
+
+def _parameters(schedule: str) -> Mapping[str, inspect.Parameter]:
+  function = _lookup("schedule.name", schedule, _schedules())
+  return inspect.signature(function).parameters
+
+
 def settle_rate(
   config: RunSettings, num_steps: int | None
 ) -> tuple[float, dict[str, Any]]:
@@ -68,14 +89,13 @@ def settle_rate(
     ValueError: an unknown schedule or argument, or an argument without a default.
   """
   rate: Any = config.training.learning_rate
-  default = FULL_RATE if config.lora is None else LORA_RATE
+  default = rates.rate_of(config).default
   name, args = config.schedule.name, dict(config.schedule.args)
-  if name is None:
+  peak = peak_of(config)
+  if name is None or peak is None:
     return default if rate is None else rate, args
-  make = _lookup("schedule.name", name, _schedules())
-  parameters = inspect.signature(make).parameters
+  parameters = _parameters(name)
   _check_names(f"schedule {name}", "schedule.args", args, parameters)
-  peak = next(parameter for parameter in _RATES if parameter in parameters)
   if rate is not None and args.setdefault(peak, rate) != rate:
     raise ValueError(
       f"training.learning_rate is {rate} and schedule.args.{peak} is {args[peak]}, two "
@@ -139,6 +159,7 @@ def build_optimizer(
   return _optimizer_of(
     config.optimizer.name,
     Arguments(config.optimizer.args),
+    config.optimizer.decay_targets,
     learning_rate,
     config.training.max_grad_norm,
   )
@@ -148,6 +169,7 @@ def build_optimizer(
 def _optimizer_of(
   name: str,
   given: Arguments,
+  decay_targets: tuple[str, ...] | None,
   learning_rate: float | Schedule,
   max_grad_norm: float | None,
 ) -> optax.GradientTransformation:
@@ -156,6 +178,14 @@ def _optimizer_of(
   make = _lookup("optimizer.name", name, _optimizers())
   parameters = inspect.signature(make).parameters
   _check_names(f"optimizer {name}", "optimizer.args", args, parameters)
+  mask = _decay_mask(name)
+  if decay_targets is not None and decay_targets != _ALL:
+    if mask is None:
+      raise ValueError(
+        f"optimizer.decay_targets is {list(decay_targets)} and optimizer {name} has no "
+        "weight decay of a part of the parameters. Leave it out, or use adamw"
+      )
+    args = {mask: functools.partial(_decays, decay_targets)} | args
   if name == "muon":
     args = {"muon_weight_dimension_numbers": muon_matrices} | args
   missing = _missing(parameters, {"learning_rate": None, **args})
@@ -174,6 +204,56 @@ def _optimizer_of(
   if max_grad_norm is None:
     return tx
   return optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+
+
+def settle_decay(config: RunSettings) -> tuple[str, ...] | None:
+  """Returns `optimizer.decay_targets` with its default; None: nothing can be chosen."""
+  settings = config.optimizer
+  if settings.decay_targets is not None or _decay_mask(settings.name) is None:
+    return settings.decay_targets
+  return _DECAY_TARGETS
+
+
+def decay_of(config: RunSettings, names: Iterable[str]) -> tuple[float, list[str]]:
+  """Returns the weight decay and the names of the parameters that it moves.
+
+  Args:
+    config: settled settings of the run.
+    names: dotted names of the trained parameters.
+
+  Raises:
+    ValueError: a target that is no default matches no parameter.
+  """
+  settings, names = config.optimizer, list(names)
+  parameters = inspect.signature(_optimizers()[settings.name]).parameters
+  found = {x: parameters[x].default for x in _DECAYS if x in parameters}
+  value = next((settings.args.get(x, found[x]) for x in found), None) or 0.0
+  targets = settings.decay_targets or _ALL
+  for target in targets:
+    is_unused = not any(lora_modules.hits(target, name) for name in names)
+    if is_unused and target not in _DECAY_TARGETS:
+      raise ValueError(
+        f"optimizer.decay_targets has {target!r}, which matches no parameter; expected "
+        f"last parts or regular expressions of names such as {names[0]}"
+      )
+  return value, [x for x in names if value and _is_hit(x, targets)]
+
+
+def _decay_mask(name: str) -> str | None:
+  """Returns the argument of an optimizer that chooses what decays, or None."""
+  parameters = inspect.signature(_lookup("optimizer.name", name, _optimizers()))
+  return next((x for x in _DECAY_MASKS if x in parameters.parameters), None)
+
+
+def _decays(targets: tuple[str, ...], params: Any) -> Any:
+  """Returns True for each parameter that decays, in the form of `params`."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: _is_hit(tree.path_name(path), targets), params
+  )
+
+
+def _is_hit(name: str, targets: tuple[str, ...]) -> bool:
+  return any(lora_modules.hits(target, name) for target in targets)
 
 
 def build_critic_optimizer(

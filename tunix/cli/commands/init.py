@@ -13,7 +13,7 @@ from typing import Any
 from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import keys, reference, yaml_text
+from tunix.cli.settings import keys, rates, reference, yaml_text
 from tunix.utils import io
 
 # Keys that every job has and most people set first, with values to start from. A job
@@ -25,7 +25,6 @@ _FIRST = {
   "lora.rank": 8,
   "training.max_steps": 200,
   "training.global_batch_size": 8,
-  "training.learning_rate": 2e-4,
   "checkpoint.save_every_n_steps": 50,
 }
 
@@ -79,7 +78,11 @@ def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   """Returns the keys to set first with their values, checked as `tunix train` does."""
   first = {"job": job, **_FIRST, **JOBS[job].first_values}
   texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
-  config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
+  load = lambda: config_lib.load([f"--{key}={text}" for key, text in texts.items()])
+  config = load()
+  if config.schedule.name is None and config.training.learning_rate is None:
+    texts["training.learning_rate"] = rates.readable(rates.rate_of(config).default)
+    config = load()
   settings, values = keys.as_plain(config), {}
   shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}
   for key in texts:

@@ -33,7 +33,7 @@ from tunix.cli.run.result import (
   how_to_train_longer,
   read_history,
 )
-from tunix.cli.settings import origins, reference, yaml_text
+from tunix.cli.settings import keys, origins, reference, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
@@ -125,8 +125,9 @@ def look(config: RunSettings) -> None:
   prepared = prepare(config, join=False)
   # Shapes need a mesh too.
   mesh = prepared.mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
-  model = ModelLoader(prepared.config, mesh, of_shapes=True).model()
-  check_model(prepared, model)
+  with keys.naming(prepared.config):
+    model = ModelLoader(prepared.config, mesh, of_shapes=True).model()
+    check_model(prepared, model)
   _say(about.describe_run(prepared, model, is_dry=True))
   _say(dry_run.describe_start(prepared, model))
 
@@ -142,7 +143,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
   Raises:
     ValueError, FileNotFoundError: something about settings, data or model is wrong;
       nothing was trained.
-    RuntimeError: another process trains in the folder.
+    RuntimeError: another process trains in the folder, or a weight is not finite.
     OSError: the disk is full; earlier checkpoints are complete.
     Stopped: SIGINT or SIGTERM; a checkpoint was saved.
   """
@@ -155,6 +156,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     mesh_lib.use_mesh(mesh),
     contextlib.ExitStack() as stack,
     launch.shared_failure(),
+    keys.naming(config),
   ):
     model = ModelLoader(config, mesh).model()
     check_model(prepared, model)

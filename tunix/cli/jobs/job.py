@@ -108,6 +108,12 @@ class Job:
   sequences: Callable[[Any], int] = lambda config: config.training.global_batch_size
 
 
+def micro_batches(config: Any) -> str:
+  """Describes the parts of a global batch; "" if it is computed at once."""
+  count = config.training.micro_batches
+  return "" if count == 1 else f", in {count} micro-batches"
+
+
 def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:
   """Returns a `Job.length` that adds up these keys of a section."""
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tunix.cli.build import data as build_data
-from tunix.cli.jobs.job import Job, Loaded, length_of
+from tunix.cli.jobs.job import Job, Loaded, length_of, micro_batches
 from tunix.cli.settings.data import CompletionSettings, RowSettings
 from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
@@ -327,8 +327,8 @@ def describe_batch(config: PreferenceRun) -> str:
   sizes, limits = config.training, config.preference
   return (
     f"{config.job}: {sizes.global_batch_size} {config.records.noun} of at most "
-    f"{limits.max_prompt_length} + {limits.max_response_length} tokens, "
-    f"in {sizes.micro_batches} micro-batches"
+    f"{limits.max_prompt_length} + {limits.max_response_length} tokens"
+    f"{micro_batches(config)}"
   )
 
 

@@ -237,15 +237,15 @@ def _sequences(config: RLRun) -> int:
   return config.training.global_batch_size * config.algorithm.num_generations
 
 
+_FIRST = {
+  "reward.functions": ["exact_match"],
+  "rollout.max_prompt_length": 256,
+  "rollout.max_tokens_to_generate": 256,
+}
 GRPO = Job(
   summary="RL without a critic, with its variants (see algorithm.name)",
   records=(PROMPTS,),
-  first_values={
-    "reward.functions": ["exact_match"],
-    "rollout.max_prompt_length": 256,
-    "rollout.max_tokens_to_generate": 256,
-    "training.learning_rate": 1e-5,
-  },
+  first_values=_FIRST | {"algorithm.num_generations": 8},
   settings=GRPORun,
   check=check,
   build=build_learner,
@@ -257,4 +257,9 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(GRPO, summary="RL with a critic", settings=PPORun)
+PPO = dataclasses.replace(
+  GRPO,
+  summary="RL with a critic",
+  first_values=_FIRST,
+  settings=PPORun,
+)

@@ -175,6 +175,7 @@ class RLRun(RunSettings):
 
   def __post_init__(self):
     super().__post_init__()
+    setup.check_support(self.rollout, self.algorithm, self.rl.staleness)
     if self.rl.reference is not None and not self.algorithm.beta:
       raise ValueError(
         f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "
@@ -231,7 +232,7 @@ class GRPORun(RLRun):
 
   job: Literal["grpo"] = "grpo"
   algorithm: Annotated[GRPOConfig, GRPO_VARIANTS] = dataclasses.field(
-    default=GRPOConfig()
+    default=GRPOConfig(num_generations=8)
   )
 
 

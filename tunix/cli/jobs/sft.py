@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.cli.jobs.job import Job, Loaded, length_of
+from tunix.cli.jobs.job import Job, Loaded, length_of, micro_batches
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import StreamRun
 from tunix.data import records
@@ -47,7 +47,7 @@ def rows(config: Any) -> str:
     rows += ", packed"
   elif config.pad_to == "longest" or config.data.length_buckets:
     rows = f"{sizes.global_batch_size} rows of at most {length} tokens"
-  return f"batches: {rows}, in {sizes.micro_batches} micro-batches"
+  return f"batches: {rows}{micro_batches(config)}"
 
 
 row_length = length_of("data", "max_length")

@@ -22,7 +22,7 @@ _FORM = (
 )
 _whole_form = reward_fns.format_match(_FORM)
 _same_number = reward_fns.numeric_match(pattern=_INSIDE)
-_first_number = re.compile(r"<answer>[^<0-9.+-]*(" + reward_fns.NUMBER + ")")
+_first_number = re.compile(rf"<answer>[^<0-9.+{maths.MINUSES}-]*({reward_fns.NUMBER})")
 
 
 def match_format_exactly(

@@ -15,10 +15,13 @@ import tunix
 from tunix.cli.build.export import describe_precision
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run.prepare import Prepared
+from tunix.cli.settings import rates
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
+from tunix.utils import terminal
 
-_HIGHEST_RATE = 1.0
+_FACTOR = 10  # beyond the usual rates from which on a rate is noted
+_LEAST_PARAMETERS = 10**8  # of models that the usual rates are for
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -34,7 +37,9 @@ def describe_run(
     keeps: False if the run writes nothing that stays.
   """
   config, data, job = run.config, run.data, JOBS[run.config.job]
-  steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
+  steps = "until the data ends"
+  if data.num_steps is not None:
+    steps = terminal.counted(data.num_steps, "step")
   lines = [
     _model(run, model),
     *(f"{name} data: {report}" for name, report in data.reports.items()),
@@ -59,10 +64,14 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
   """Yields notes about values that are possible and rarely meant."""
   config, report = run.config, run.data.reports["train"]
   rate, rows = config.training.learning_rate, config.training.global_batch_size
-  if isinstance(rate, float | int) and rate > _HIGHEST_RATE:
+  usual = rates.rate_of(config)
+  assert isinstance(rate, float | int)
+  is_usual = usual.low / _FACTOR <= rate <= usual.high * _FACTOR
+  if not is_usual and (rate > 1 or _size(model) >= _LEAST_PARAMETERS):
+    kind = "all weights" if config.lora is None else "adapters"
     yield (
-      f"note: training.learning_rate is {rate:g}; usual values are 1e-6 to 1e-2, and "
-      f"above {_HIGHEST_RATE:g} the loss usually becomes nan"
+      f"note: training.learning_rate is {rate:g}; usual in {config.job} for {kind} are "
+      f"{usual}"
     )
   if config.lora is not None and config.lora.rank > model.config.embed_dim:
     yield (
@@ -107,9 +116,13 @@ def _model(run: Prepared, model: Transformer) -> str:
   if run.config.lora is not None:
     parameters = f"LoRA on:\n{lora.describe(model)}"
   else:
-    total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    total = _size(model)
     parameters = f"trainable {total:,} of {total:,} parameters"
   return f"{parameters}\n{describe_precision(run.config, model)}"
+
+
+def _size(model: Transformer) -> int:
+  return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def _axes(mesh: Mesh) -> str:

@@ -10,16 +10,17 @@ import numpy as np
 import optax
 from flax import nnx
 
-from tunix.cli.build import rewards
+from tunix.cli.build import optimizer, rewards
 from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
-from tunix.cli.run.prepare import Prepared
+from tunix.cli.run.prepare import Prepared, trained_of
 from tunix.cli.settings.run import RunSettings
 from tunix.data import show
 from tunix.generate import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.pipeline import PROMPTS
+from tunix.utils import tree
 
 # Columns that may hold a right answer; the first one in the data is rewarded.
 _ANSWERS = ("answer", "response", "solution", "completion")
@@ -37,21 +38,33 @@ def describe_start(run: Prepared, model: Transformer) -> str:
     RuntimeError: a reward function fails on the first record.
   """
   batch = next(iter(run.data.train))
-  lines = [_memory(run.config, model, run.optimizer), _first(batch, run.tokenizer)]
+  trained = trained_of(run.config, model)
+  lines = [_memory(trained, model, run.optimizer), _decay(run.config, trained)]
+  lines.append(_first(batch, run.tokenizer))
   if isinstance(run.config, RLRun):
     lines += _rewards(run.config, batch)
   lines.append(_state(run.config, run.folder))
   return "\n".join(line for line in lines if line)
 
 
+def _decay(config: RunSettings, trained: nnx.State) -> str:
+  """Describes what weight decay moves, by the last parts of names."""
+  names = tree.flatten(trained)
+  value, moved = optimizer.decay_of(config, names)
+  if not value:
+    return ""
+  fields = lambda names: ", ".join(sorted({".".join(x.split(".")[-2:]) for x in names}))
+  rest = fields(set(names) - set(moved))
+  return f"weight decay {value:g} moves {fields(moved) or 'nothing'}" + (
+    f", and not {rest}" if rest else ""
+  )
+
+
 def _memory(
-  config: RunSettings, model: Transformer, optimizer: optax.GradientTransformation
+  trained: nnx.State, model: Transformer, tx: optax.GradientTransformation
 ) -> str:
   """Describes the memory that is held all the time, without activations."""
-  # Modules that are trained whole beside adapters are LoRAParam as well.
-  kind = nnx.Param if config.lora is None else nnx.LoRAParam
-  trained = nnx.state(model, kind)
-  moments = jax.eval_shape(optimizer.init, trained)
+  moments = jax.eval_shape(tx.init, trained)
   sizes = {
     "weights": _bytes(nnx.state(model, (nnx.Param, nnx.LoRAParam))),
     "gradients": _bytes(trained),

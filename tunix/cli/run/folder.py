@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import objects
+from tunix.cli.build import objects, optimizer
 from tunix.cli.settings import keys, yaml_text
+from tunix.cli.settings.convert import plain
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel
 from tunix.utils import io
@@ -27,9 +28,12 @@ _HEADER = (
 _FORMER = {
   "data.pad_to": "max_length",
   "data.reasoning": "keep",
+  "optimizer.decay_targets": (".*",),
   "tokenizer.add_bos": True,
   "tokenizer.messages": "given",
 }
+# The former default of algorithm.num_generations, and the one of today.
+_FORMER_GENERATIONS = (2, 8)
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
@@ -314,18 +318,35 @@ def _changeable(config: RunSettings) -> set[str]:
 
 
 def _with_former(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
-  """Returns settings with the values of `_FORMER` for null keys that a file lacks.
+  """Returns settings with former defaults for keys that are not set.
+
+  They apply if the file lacks the key, or has the former default: a resumed run writes
+  it down.
 
   Args:
     config: the settings.
     written: nested values of the config.yaml of a folder.
   """
   values = keys.flatten(config)
-  for dotted, value in _FORMER.items():
+
+  def before(dotted: str, default: Any) -> Any:
     section, _, name = dotted.partition(".")
+    return (written.get(section) or {}).get(name, default)
+
+  for dotted, value in _FORMER.items():
     is_null = dotted in values and values[dotted] is None
-    if is_null and name not in (written.get(section) or {}):
+    if is_null and before(dotted, value) in (value, plain(value)):
       config = keys.with_value(config, dotted, value)
+  # Defaults that changed. Older versions wrote null for them, or their values.
+  rate = 1e-5 if config.lora is None else 2e-4
+  gives_rate = config.training.learning_rate is not None
+  gives_rate |= optimizer.peak_of(config) in config.schedule.args
+  if not gives_rate and before("training.learning_rate", None) in (None, rate):
+    config = keys.with_value(config, "training.learning_rate", rate)
+  former, now = _FORMER_GENERATIONS
+  is_now = values.get("algorithm.num_generations") == now
+  if is_now and before("algorithm.num_generations", None) in (None, former):
+    config = keys.with_value(config, "algorithm.num_generations", former)
   return config
 
 

@@ -8,6 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli.build import loading, mesh as mesh_axes, optimizer
@@ -22,6 +23,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
 from tunix.sft.config import Schedule
+from tunix.utils import tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,12 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   )
 
 
+def trained_of(config: RunSettings, model: Transformer) -> nnx.State:
+  """Returns the trained arrays, or shapes, of a model with its adapters."""
+  # Modules that are trained whole beside adapters are LoRAParam as well.
+  return nnx.state(model, nnx.Param if config.lora is None else nnx.LoRAParam)
+
+
 def check_model(run: Prepared, model: Transformer) -> None:
   """Refuses a model that does not fit the tokenizer, the memory or the completions.
 
@@ -113,10 +121,12 @@ def check_model(run: Prepared, model: Transformer) -> None:
     model: the model, or its shapes.
 
   Raises:
-    ValueError: the tokenizer has more ids than the model, the memory cannot hold the
-      rows, or prompts and completions exceed the model's positions.
+    ValueError: the tokenizer has more ids than the model, a target of weight decay
+      matches no parameter, the memory cannot hold the rows, or prompts and completions
+      exceed the model's positions.
   """
   loading.check_vocabulary(model, run.tokenizer)
+  optimizer.decay_of(run.config, tree.flatten(trained_of(run.config, model)))
   config, sizes, job = run.config, model.config, JOBS[run.config.job]
   key, length = run.row_length
   rows = config.training.batch_rows.get("training.micro_batch_size", 1)

@@ -21,7 +21,7 @@ from tunix.sft.best import Best
 from tunix.sft.history import History
 from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
 from tunix.sft.metrics_records import split_event
-from tunix.utils import text_files
+from tunix.utils import terminal, text_files
 
 # "train_loss", "eval_loss", "train_accuracy", ...: the metrics of all jobs.
 _METRICS = tuple(
@@ -83,7 +83,7 @@ class Result:
     }
 
   def __str__(self) -> str:
-    parts = [f"{self.steps} steps"]
+    parts = [terminal.counted(self.steps, "step")]
     parts += [
       f"{name.replace('_', ' ')} {first:.4f} -> {last:.4f}"
       for name, (first, last) in self.metrics.items()

@@ -26,13 +26,14 @@ def settle(
 ) -> tuple[RunSettings, TokenizerAdapter, RunData]:
   """Settles a configuration, and loads the tokenizer and the data on the way.
 
-  Seven values are filled in, in this order:
+  Eight values are filled in, in this order:
     1. paths: absolute, so that the run can be resumed from any folder;
     2. model.revision: the commit of a hub id, because a branch may move while the run
        is stopped;
-    3. data.num_epochs, 4. data.pad_to, 5. lora.modules_to_save, 6. model.param_dtype
-       and 7. the learning rate with the schedule: see `settle_values`. The length of
-       the schedule needs the number of steps, and so the data.
+    3. data.num_epochs, 4. data.pad_to, 5. lora.modules_to_save, 6. model.param_dtype,
+       7. optimizer.decay_targets and 8. the learning rate with the schedule: see
+       `settle_values`. The length of the schedule needs the number of steps, and so the
+       data.
 
   Args:
     config: settings of the run.
@@ -78,6 +79,8 @@ def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:
   if isinstance(config, StreamRun):
     config = keys.with_value(config, "data.pad_to", config.pad_to)
   config = settle_model(config)
+  targets = optimizer.settle_decay(config)
+  config = keys.with_value(config, "optimizer.decay_targets", targets)
   rate, args = optimizer.settle_rate(config, num_steps)
   config = keys.with_value(config, "training.learning_rate", rate)
   return keys.with_value(config, "schedule.args", args)

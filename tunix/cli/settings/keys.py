@@ -174,7 +174,30 @@ def under(name: str, section: type) -> Iterator[None]:
     raise ValueError(f"{prefix if is_key else f'{name}: '}{message}") from error
 
 
+@contextlib.contextmanager
+def naming(config: Any) -> Iterator[None]:
+  """Puts the section before an error that begins with the name of one key of a run.
+
+  The classes of the library name their arguments, and a command has keys.
+
+  Raises:
+    ValueError: begins with the dotted key.
+  """
+  try:
+    yield
+  except ValueError as error:
+    named = re.match(r"(\w+) (?:is|are|has) ", str(error))
+    name = None if named is None else named[1]
+    owners = [key for key in flatten(config) if key.rpartition(".")[2] == name]
+    if type(error) is not ValueError or len(owners) != 1:
+      raise
+    section = owners[0].rpartition(".")[0]
+    raise ValueError(f"{section}.{error}" if section else str(error)) from error
+
+
 def _default(field: dataclasses.Field) -> Any:
+  if (value := facts_of(field).in_command) is not None:
+    return value
   factory = field.default_factory
   return field.default if factory is dataclasses.MISSING else factory()
 

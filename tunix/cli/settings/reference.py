@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import keys, yaml_text
+from tunix.cli.settings import keys, rates, yaml_text
 from tunix.cli.settings.convert import Choice, json_type, plain, section_of, takes_null
 from tunix.cli.settings.keys import REQUIRED, Key
 from tunix.cli.settings.spelling import did_you_mean
@@ -252,7 +253,7 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
     text = (kind.__doc__ or "").split("\n")[0]
   parts = [_sentence(text)] if text else []
   if entry.path in _FROM_JOBS:
-    parts.append(_FROM_JOBS[entry.path]())
+    parts.append(_FROM_JOBS[entry.path](*entry.keys))
   if entry.section and len(entry.path) > 1:
     parts.append(_below(entry))
   elif default is None and not entry.section:
@@ -263,11 +264,11 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
   return text
 
 
-def _jobs() -> str:
+def _jobs(*_: str) -> str:
   return _sentence("; ".join(f"{name}: {job.summary}" for name, job in JOBS.items()))
 
 
-def _record_forms() -> str:
+def _record_forms(*_: str) -> str:
   """Returns the forms of records, with the jobs that train on them."""
   jobs: dict[str, list[str]] = {}
   for name, job in JOBS.items():
@@ -277,8 +278,12 @@ def _record_forms() -> str:
   return f"Records: {'; '.join(forms)}."
 
 
-# Keys with a part of their help that follows from the table of jobs.
-_FROM_JOBS = {("job",): _jobs, ("data", "train"): _record_forms}
+# Keys with a part of their help that follows from a table of the jobs.
+_FROM_JOBS: dict[tuple[str, ...], Callable[..., str]] = {
+  ("job",): _jobs,
+  ("data", "train"): _record_forms,
+  ("training", "learning_rate"): rates.describe,
+}
 
 
 def _defaults(entry: Entry) -> list[str]:

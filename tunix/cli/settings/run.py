@@ -123,12 +123,19 @@ class OptimizerSettings:
     name: a function of optax or optax.contrib that takes a learning rate. muon
       orthogonalises the matrices of each layer; all other parameters get Adam.
     args: its other arguments: {b2: 0.95, weight_decay: 0.1}.
+    decay_targets: parameters that weight decay moves, by the last parts of their names
+      or as regular expressions of them; [".*"]: all. null: matrices, embeddings and
+      adapters, but no norms, biases and other vectors.
   """
 
   name: str = "adamw"
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  decay_targets: tuple[str, ...] | None = None
 
   def __post_init__(self):
+    checks.fields(self)
+    for target in self.decay_targets or ():
+      checks.pattern("decay_targets", target)
     if "learning_rate" in self.args:
       raise ValueError("args.learning_rate is set. Give training.learning_rate instead")
 
@@ -138,8 +145,9 @@ class ScheduleSettings:
   """An optax schedule by name; without a name the learning rate is constant.
 
   Attributes:
-    name: a schedule of optax, such as warmup_cosine_decay_schedule; null: a constant
-      rate.
+    name: a schedule of optax. null: a constant rate without a warm-up. For a warm-up
+      choose warmup_cosine_decay_schedule with schedule.args.warmup_steps, or
+      warmup_constant_schedule.
     args: arguments of the schedule. Defaults: the peak (or first) value is
       training.learning_rate, the length is the number of steps of the run, and the
       first and the last value are 0.
@@ -161,7 +169,8 @@ class TrainingSettings(TrainingConfig):
   """Steps, sizes of batches, evaluation.
 
   Attributes:
-    learning_rate: learning rate; null: 1e-5, with adapters 2e-4.
+    learning_rate: learning rate; null: the default of the job, for all weights or for
+      adapters.
     max_steps: optimizer steps; null: until data.num_epochs are over.
     global_batch_size: rows of one optimizer step, over all devices. In RL, prompts of
       one batch of rollouts.

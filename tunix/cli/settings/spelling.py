@@ -105,7 +105,14 @@ _FOREIGN = {
   "algorithm.epsilon": "clip_ratio",
   "seed": "random_seed",
   "training.eval_every_n_steps": "eval_steps test_freq eval_every eval_interval",
-  "the section logging": "logging_steps report_to",
+  "the section logging": "logging_steps",
+  (
+    "logging.tensorboard, logging.wandb or logging.console, which are all backends; "
+    "another one is a class in Python, see docs/guides/extend/metrics_backend.md"
+  ): (
+    "report_to log_with loggers backend backends trackio mlflow comet comet_ml neptune "
+    "clearml swanlab aim dvclive"
+  ),
   "rollout.max_prompt_length, in preferences preference.max_prompt_length": (
     "max_prompt_length"
   ),

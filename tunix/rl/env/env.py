@@ -31,6 +31,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from tunix.rl.reward_outcomes import LARGEST
+
 Message = dict[str, Any]
 Observation = Any
 # Texts or ids that end the next action, in addition to the end-of-sequence tokens.
@@ -206,7 +208,7 @@ def finite(reward: Any) -> float:
   """Returns a reward as a float.
 
   Raises:
-    EnvError: it is no finite number.
+    EnvError: it is no number, or out of the range of rewards.
   """
   if hasattr(reward, "tolist"):
     reward = reward.tolist()
@@ -214,8 +216,10 @@ def finite(reward: Any) -> float:
     value = float(reward) if isinstance(reward, int | float) else math.nan
   except OverflowError:
     value = math.inf
-  if not math.isfinite(value):
-    raise EnvError(f"the reward is {_shown(reward)}; expected a finite number")
+  if not abs(value) <= LARGEST:
+    raise EnvError(
+      f"the reward is {_shown(reward)}; expected a number up to {LARGEST:g} in size"
+    )
   return value
 
 

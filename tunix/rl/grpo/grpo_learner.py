@@ -8,8 +8,8 @@ another config.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import advantages
@@ -17,6 +17,7 @@ from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_learner import RLLearner
+from tunix.utils.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class GRPOConfig(AlgorithmConfig):
     ValueError: `num_generations` is below 2: a group of one has no baseline.
   """
 
-  num_generations: int = 2
+  num_generations: int = setting(2, in_command=8)
   decoupled_rewards: bool = False
 
   def __post_init__(self):
@@ -87,9 +88,8 @@ class GRPOLearner(RLLearner):
     )
     if self.algo_config.decoupled_rewards:
       parts, weights = rollouts.reward_parts()
-      where = jnp.asarray(rollouts.valid)
-      arrays = [jnp.asarray(part) for part in parts]
-      values = advantages.decoupled(estimate, arrays, weights, where=where)
+      decoupled: Any = advantages.decoupled  # of NumPy arrays: rewards are float64
+      values = decoupled(estimate, parts, weights, where=rollouts.valid)
     else:
       values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
     return self._example(rollouts, np.asarray(values).reshape(-1), old)

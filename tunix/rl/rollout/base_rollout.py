@@ -82,9 +82,7 @@ class RolloutConfig:
       seed=checks.SEED,
     )
     # A sampler would refuse these options only in its first call, late in a run.
-    SamplingOptions(
-      max_generation_steps=self.max_tokens_to_generate, **self.sampling_options
-    )
+    self._options()
     need = self.max_prompt_length + self.max_tokens_to_generate
     if self.kv_cache_size is not None and self.kv_cache_size < need:
       raise ValueError(
@@ -92,6 +90,16 @@ class RolloutConfig:
         f"and completions of {self.max_tokens_to_generate} tokens need {need}. Raise "
         "it, or leave it out"
       )
+
+  @property
+  def filters(self) -> dict[str, float | int]:
+    """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
+    return self._options().filters
+
+  def _options(self) -> SamplingOptions:
+    return SamplingOptions(
+      max_generation_steps=self.max_tokens_to_generate, **self.sampling_options
+    )
 
   @property
   def sampling_options(self) -> dict[str, Any]:
