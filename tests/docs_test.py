@@ -19,6 +19,7 @@ import pytest
 
 from tests import forks, toys, toys_text, world
 from tunix.cli.settings import spelling
+from tunix.models.families import FAMILIES
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The site makes these pages (docs/pages.py). Their sources have tests of their own.
@@ -121,6 +122,14 @@ def test_readme_begins_with_the_two_commands():
   bash = [code for kind, code in BLOCK.findall((ROOT / "README.md").read_text())]
   assert bash[0].splitlines()[-1] == "tunix quickstart"
   assert bash[1].splitlines() == ["python -m pip install -e '.[test]'", "make check"]
+
+
+def test_readme_is_short_and_counts_the_families():
+  readme = (ROOT / "README.md").read_text()
+  assert len(readme.splitlines()) <= 170
+  for page in (ROOT / "README.md", ROOT / "docs" / "choose.md"):
+    counted = re.findall(r"(\d+) families", page.read_text())
+    assert counted == [str(len(FAMILIES))], page.name
 
 
 def test_pages_and_examples_use_no_old_spelling_of_a_key():
