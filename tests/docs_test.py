@@ -152,6 +152,18 @@ def test_pages_and_examples_use_no_old_spelling_of_a_key():
 
 
 def test_links_between_pages_lead_somewhere():
+  headings = {page: anchors(page) for page in PAGES}
   for page in PAGES:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-      assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]+))?\)", page.read_text())
+    for target, anchor in links:
+      path = (page.parent / target).resolve() if target else page
+      assert path.exists(), f"{page.name} links to {target}"
+      if anchor and path in headings:
+        assert anchor in headings[path], f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+  """Returns the anchors of a page's headings, as GitHub and the site make them."""
+  text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+  titles = re.findall(r"^#+ (.*)$", text, re.M)
+  return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
