@@ -67,7 +67,7 @@ VALUES = {
 NEEDS = {
   "model.revision": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
-  "model.quantise": {"lora.rank": 2},
+  "model.quantize": {"lora.rank": 2},
   "compilation_cache_key": {"compilation_cache": "programs"},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},
   "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
@@ -284,8 +284,9 @@ def test_old_spellings_are_taken_and_named(old, capsys):
     "checkpoint": ("7", "8"),
     "lora": ("true", "false"),
     "dataset_name": ("a.jsonl", "b.jsonl"),
+    "model": ("nf4", "int8"),
   }[old.partition(".")[0]]
-  lora = ["--lora.rank=2"] if old.startswith("lora") else []
+  lora = ["--lora.rank=2"] if old.startswith(("lora", "model")) else []
   assert config_lib.load([*lora, f"--{old}={value}"]) == config_lib.load(
     [*lora, f"--{new}={value}"]
   )

@@ -1,6 +1,6 @@
 """Models whose layers' kernels are stored in 4 or 8 bits: the base of QLoRA.
 
-    small = quantisation.quantise(model, "nf4")
+    small = quantisation.quantize(model, "nf4")
     adapted = lora.apply(small, lora.LoraConfig(rank=16))
 
 QLoRA: Dettmers et al. 2023, arXiv:2305.14314. Embedding, unembedding, norms and biases
@@ -23,7 +23,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisationConfig, QuantisedKernel
 from tunix.utils import mesh as mesh_lib
 
-__all__ = ["QuantisationConfig", "dequantise", "is_quantised", "quantise"]
+__all__ = ["QuantisationConfig", "dequantize", "is_quantised", "quantize"]
 
 
 def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
@@ -38,7 +38,7 @@ def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
   return QuantisationConfig(method=config) if isinstance(config, str) else config
 
 
-def quantise(
+def quantize(
   model: Transformer,
   config: QuantisationConfig | str,
   *,
@@ -46,7 +46,7 @@ def quantise(
 ) -> Transformer:
   """Returns a model with quantised kernels that shares all else with `model`.
 
-  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantise=)`
+  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantize=)`
   quantises while reading, and never holds the whole model at full size.
 
   Args:
@@ -63,7 +63,7 @@ def quantise(
   config = as_config(config)
   lora_modules.require_bare(model)
   if is_quantised(model):
-    raise ValueError("the model is quantised already: call quantisation.dequantise")
+    raise ValueError("the model is quantised already: call quantisation.dequantize")
   out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
   chosen = _chosen(modules, config)
@@ -101,14 +101,14 @@ def quantise_kernel(
   )
 
 
-def dequantise(model: Transformer) -> Transformer:
+def dequantize(model: Transformer) -> Transformer:
   """Returns a model whose kernels are arrays; it keeps adapters and shares all else.
 
   Raises:
     ValueError: no kernel is quantised.
   """
   if not is_quantised(model):
-    raise ValueError("the model is not quantised: there is nothing to dequantise")
+    raise ValueError("the model is not quantised: there is nothing to dequantize")
   out = nnx.clone(model)
   for linear in lora_modules.linears(out).values():
     dequantise_kernel(linear)
@@ -179,3 +179,7 @@ class OnLoad:
     for path, kernel in self.kernels.items():
       modules[path].kernel = nnx.data(kernel)
     return model
+
+
+# Names of earlier versions.
+quantise, dequantise = quantize, dequantize

@@ -89,12 +89,12 @@ _TITLES = {
   "parity/ratio": "sampler and trainer, ratio of probabilities",
   "learning_rate": "learning rate",
   "grad_norm": "norm of the gradient",
-  "trained_tokens": "trained tokens a step",
+  "trained_tokens": "trained tokens per step",
   "tokens_per_sec": "tokens per second",
   "steps_per_sec": "steps per second",
-  "step_time_sec": "seconds a step",
+  "step_time_sec": "seconds per step",
   "tflops_per_sec": "TFLOP per second",
-  "mfu": "model FLOPs utilisation",
+  "mfu": "model FLOPs utilization",
   "device_memory_bytes": "device memory, bytes",
 }
 

@@ -87,7 +87,10 @@ def _heading(runs: Sequence[Run], curves: Sequence[Curves]) -> Part:
     parts.append(document.text(f"{name}: {state}", colour=colour))
     for note in ([run.failure] if run.failure else []) + [*run.notes, *read.notes]:
       parts.append(document.text(note, style="note"))
-  legend = "Training is a solid line, evaluation a dashed one, over the step."
+  legend = (
+    "Solid lines are training, dashed lines are evaluation. The horizontal axis is the "
+    "step."
+  )
   parts.append(document.text(legend, style="soft"))
   return document.section("Comparison of runs" if is_comparison else "Run", *parts)
 

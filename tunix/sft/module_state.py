@@ -123,7 +123,7 @@ def _check_trainable(model: nnx.Module, params: Arrays) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise ValueError(
         f"parameter {name} holds {leaf.dtype}, which has no gradient: a quantised base "
-        "is not trained. Add adapters (lora.apply), or dequantise it."
+        "is not trained. Add adapters (lora.apply), or dequantize it."
       )
 
 

@@ -77,7 +77,7 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
     text = str(error)
     text = text.replace(
       "give one with chat_template=...",
-      "give a file of one with tokenizer.chat_template",
+      "set tokenizer.chat_template to a file with a chat template",
     )
     if "unusable" not in keys:  # this job has no key for it
       text = text.replace(', or set unusable to "drop"', "")

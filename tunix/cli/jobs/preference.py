@@ -34,11 +34,11 @@ class ResponseSettings:
   in saved configurations.
 
   Attributes:
-    max_prompt_length: most tokens of a prompt; data.overlong says what happens to
-      longer ones. null: half of data.max_length, or what
+    max_prompt_length: maximum number of tokens of a prompt; data.overlong says what
+      happens to longer ones. null: half of data.max_length, or what
       preference.max_response_length leaves of it.
-    max_response_length: most tokens of a response, its end included. null: what
-      preference.max_prompt_length leaves of data.max_length.
+    max_response_length: maximum number of tokens of a response, its end included. null:
+      what preference.max_prompt_length leaves of data.max_length.
     unusable: what happens to records with an empty completion, or with two equal ones.
   """
 
