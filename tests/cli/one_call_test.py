@@ -387,6 +387,7 @@ print(digest(lambda completions: [float(c in {"a", "b", "c"}) for c in completio
 
 
 def test_the_earlier_name_of_quantize_is_taken():
-  call = dict(model="m", data="d.jsonl", output_dir="out", lora=dict(rank=2))
-  made = [one_call.sft.settings(**call, **{n: "int8"}) for n in ("quantize", "quantise")]
+  call = {"model": "m", "data": "d.jsonl", "output_dir": "out", "lora": 2}
+  names = ("quantize", "quantise")
+  made = [one_call.sft.settings(**call, **{name: "int8"}) for name in names]
   assert made[0] == made[1] and made[0].model.quantize == "int8"
