@@ -1,7 +1,7 @@
 """`tunix init`: a commented configuration to start from.
 
-The file has the keys that `tunix train --help` shows, which are the fields of the job's
-dataclasses. Only the values that most people set first are written here.
+The file has the keys that most people set first. With `--all` it has every key that
+`tunix train --help` shows, which are the fields of the job's dataclasses.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ _FIRST = {
 _HEAD = """\
 # tunix train --config {file}
 #
-# Job {job}. A key with a comment sign has the value that is shown, its default; the
-# lines above a key explain it. Arguments override: --training.max_steps=500.
+# Job {job}. {keys}
+# Arguments override: --training.max_steps=500.
 # `tunix train --dry-run --config {file}` checks this file, the data and the model.
 """
+_ALL = """\
+A key with a comment sign has the value that is shown, its default; the
+# lines above a key explain it."""
+_FEW = """\
+These keys are set most often; the lines above a key explain it.
+# `tunix init {job} --all` and `tunix train --help --job={job}` show every key."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
       f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
   values = _values(args.job, dict(arguments.overrides))
-  io.write_atomic(file, configuration(args.job, str(file), values).encode())
+  text = configuration(args.job, str(file), values, has_all=args.all)
+  io.write_atomic(file, text.encode())
   next_step = f"`tunix train --dry-run --config {file}`"
   if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
     next_step = f"set model.path and data.train, then {next_step}"
@@ -72,6 +79,9 @@ def parser() -> Parser:
   )
   made.add_argument("job", choices=list(JOBS))
   made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  made.add_argument(
+    "--all", action="store_true", help="writes every key, the others as comments"
+  )
   return made
 
 
@@ -98,26 +108,36 @@ def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   return values
 
 
-def configuration(job: str, file: str, values: Mapping[str, Any] | None = None) -> str:
+def configuration(
+  job: str,
+  file: str,
+  values: Mapping[str, Any] | None = None,
+  *,
+  has_all: bool = True,
+) -> str:
   """Returns the text of a configuration file.
 
   Args:
     job: name of the job.
     file: name of the file, for its first lines.
-    values: keys that are set, with their values; the others become comments. None: the
-      keys that most people set first.
+    values: keys that are set, with their values. None: the keys that most people set
+      first.
+    has_all: the other keys become comments; False leaves them out.
   """
   values = _values(job, {}) if values is None else values
   active = {key.partition(".")[0] for key in values}
-  lines = [_HEAD.format(job=job, file=file).rstrip()]
+  keys_shown = _ALL if has_all else _FEW.format(job=job)
+  lines = [_HEAD.format(job=job, file=file, keys=keys_shown).rstrip()]
   for line in reference.listing(job):
     section, depth = line.path[0], len(line.path)
+    key = ".".join(line.path)
+    if not has_all and key not in (active if line.is_section else values):
+      continue
     # A section without any set key is a comment too: an empty one means nothing.
     mark = "" if section in active else "# "
     indent = mark + "  " * (depth - 1)
     lines += [""] * (depth == 1)
     lines += reference.wrap(line.meaning, f"{indent}# " if depth > 1 else "# ")
-    key = ".".join(line.path)
     if line.is_section:
       lines.append(f"{indent}{line.path[-1]}:")
     elif key in values:
