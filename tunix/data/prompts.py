@@ -153,6 +153,10 @@ class PromptBatches:
   def __iter__(self) -> _Batches:
     return _Batches(self)
 
+  def __length_hint__(self) -> int:
+    """Returns the number of batches of all passes; 0 if they never end."""
+    return (self.epochs or 0) * -(-len(self.rows) // self.size)
+
   def __repr__(self) -> str:
     epochs = "endless" if self.epochs is None else f"{self.epochs} epochs"
     return (

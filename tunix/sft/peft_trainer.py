@@ -413,6 +413,7 @@ class PeftTrainer(BaseTrainer):
     self._reporter.flush()
     self._call_hook("on_eval_step_start")
     with self.perf_tracer.span_group("evaluation"):
+      batches = self._reporter.counted(batches, self.train_steps)
       metrics = self._eval_metrics(batches, skip_jit, signals)
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
     self._call_hook("on_eval_step_end", metrics["loss"])

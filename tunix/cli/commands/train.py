@@ -156,6 +156,8 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     contextlib.ExitStack() as stack,
     launch.shared_failure(),
   ):
+    if (path := config.model.path) is not None and not objects.is_name(path):
+      _say(f"loading the model {path} ...")
     model = ModelLoader(config, mesh).model()
     check_model(prepared, model)
     if jax.process_index() == 0:
