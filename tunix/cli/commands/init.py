@@ -10,15 +10,17 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import keys, reference, yaml_text
+from tunix.cli.settings import from_trl, keys, reference, yaml_text
 from tunix.utils import io
 
 # Keys that every job has and most people set first, with values to start from. A job
 # adds its own as `Job.first_values`.
-_FIRST = {
+_FIRST: Mapping[str, Any] = {
   "output_dir": "out",
   "model.path": "my-model",
   "data.train": "train.jsonl",
@@ -61,11 +63,17 @@ def main(argv: Sequence[str]) -> None:
     raise ValueError(
       f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
-  values = _values(args.job, dict(arguments.overrides))
+  first, left = {**_FIRST, **JOBS[args.job].first_values}, {}
+  if args.from_trl is not None:
+    first, left = _of_trl(args.job, args.from_trl)
+  values = _values(args.job, first | dict(arguments.overrides))
   text = configuration(args.job, str(file), values, has_all=args.all)
+  for name, advice in left.items():
+    print(f"{args.from_trl}: {name}: {advice}")
   io.write_atomic(file, text.encode())
   next_step = f"`tunix train --dry-run --config {file}`"
-  if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
+  given = set(dict(arguments.overrides)) | set(first if args.from_trl else ())
+  if not {"model.path", "data.train"} <= given:
     next_step = f"set model.path and data.train, then {next_step}"
   print(f"wrote {file}: {next_step}")
 
@@ -82,13 +90,33 @@ def parser() -> Parser:
   made.add_argument(
     "--all", action="store_true", help="writes every key, the others as comments"
   )
+  made.add_argument(
+    "--from-trl",
+    metavar="FILE",
+    help="translates a YAML file of `trl JOB --config`, and names what is left",
+  )
   return made
 
 
-def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-  """Returns the keys to set first with their values, checked as `tunix train` does."""
-  first = {"job": job, **_FIRST, **JOBS[job].first_values}
-  texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
+def _of_trl(job: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+  """Returns our keys for a file of TRL, and advice by option without a counterpart.
+
+  Raises:
+    ValueError: the file is no mapping of options.
+  """
+  options = yaml.safe_load(pathlib.Path(file).read_text())
+  if not isinstance(options, dict):
+    raise ValueError(f"--from-trl is {file}, which holds no mapping of TRL's options")
+  known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
+  found = from_trl.translate(job, options, known)
+  return dict(found.values), dict(found.left)
+
+
+def _values(job: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns keys with their values, checked as `tunix train` does."""
+  texts = {"job": job} | {
+    key: x if isinstance(x, str) else yaml_text.inline(x) for key, x in given.items()
+  }
   config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
   settings, values = keys.as_plain(config), {}
   shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}
@@ -124,7 +152,8 @@ def configuration(
       first.
     has_all: the other keys become comments; False leaves them out.
   """
-  values = _values(job, {}) if values is None else values
+  if values is None:
+    values = _values(job, {**_FIRST, **JOBS[job].first_values})
   active = {key.partition(".")[0] for key in values}
   keys_shown = _ALL if has_all else _FEW.format(job=job)
   lines = [_HEAD.format(job=job, file=file, keys=keys_shown).rstrip()]
