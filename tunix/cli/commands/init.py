@@ -10,8 +10,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
@@ -102,13 +100,10 @@ def _of_trl(job: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
   """Returns our keys for a file of TRL, and advice by option without a counterpart.
 
   Raises:
-    ValueError: the file is no mapping of options.
+    FileNotFoundError, ValueError: the file is missing, or no YAML mapping.
   """
-  options = yaml.safe_load(pathlib.Path(file).read_text())
-  if not isinstance(options, dict):
-    raise ValueError(f"--from-trl is {file}, which holds no mapping of TRL's options")
   known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
-  found = from_trl.translate(job, options, known)
+  found = from_trl.translate(job, yaml_text.read_file(file), known)
   return dict(found.values), dict(found.left)
 
 
