@@ -3,6 +3,8 @@
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
 stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
+Commands of tunix in `text` and `console` blocks need chips, servers, hosts, models of
+the hub, or minutes: their arguments and keys are checked, and they do not run.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -11,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +21,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import forks, toys, toys_text, world
+from tunix.cli import config as config_lib, main
+from tunix.cli.commands import plan_serve
 from tunix.cli.settings import spelling
 from tunix.models.families import FAMILIES
 
@@ -116,6 +121,65 @@ def test_every_snippet_runs(page, prepared, tmp_path, processes):
       run(kind, code, tmp_path, processes)
   if python:
     run("python", python, tmp_path, processes)
+
+
+# Arguments that are no keys.
+FLAGS = {
+  "train": re.compile(r" --(?:tiny|dry-run)(?= |$)"),
+  "plan": re.compile(
+    r" --(?:fit|json|markdown|mesh [a-z]+=\S+|(?:topology|ship|ship-key) \S+)(?= |$)"
+  ),
+}
+# A configuration of the reader, or an ellipsis for further keys.
+OF_READERS = re.compile(r"\b(?:RECIPE|run\.yaml|mine\.yaml)\b| \.\.\.(?= |$)")
+RECIPE = EXAMPLES / "recipes" / "qwen2p5_0p5b_grpo.yaml"
+
+
+def shown_commands(page: pathlib.Path) -> Iterator[list[str]]:
+  """Yields the words of each command of tunix in `text` and `console` blocks."""
+  for kind, code in BLOCK.findall(page.read_text()):
+    lines = iter(code.replace("\\\n", " ").splitlines())
+    for line in lines if kind in ("text", "console") else ():
+      if found := re.match(r"(?:[A-Z_]+=\S+ )*tunix (.*)", line):
+        text = found[1]
+        while text.count("'") % 2:  # a value over several lines
+          text += next(lines)
+        if (flags := FLAGS.get(text.partition(" ")[0])) is not None:
+          text = flags.sub("", text)
+        text = OF_READERS.sub(lambda m: "" if m[0][0] == " " else str(RECIPE), text)
+        yield [word for word in shlex.split(text, comments=True) if word != "&"]
+
+
+def check_command(command: str, *words: str) -> None:
+  """Parses the arguments of a command as the command does.
+
+  Raises:
+    ValueError: an argument or a key is wrong.
+  """
+  if command == "plan" and words[0] == "serve":
+    parser = main._load("serve").parser()
+    plan_serve.add_arguments(parser)
+    parser.parse_args(words[1:])
+  elif command in ("train", "plan"):
+    config_lib.load(words)
+  else:
+    parser = main._load(command).parser()
+    rest = parser.parse_known_args(words)[1]
+    assert not rest or command == "rollouts", rest
+
+
+@pytest.mark.parametrize(
+  "page", [p for p in PAGES if any(shown_commands(p))], ids=page_id
+)
+def test_commands_that_do_not_run_have_right_arguments(page):
+  for words in shown_commands(page):
+    check_command(*words)
+
+
+def test_wrong_arguments_of_shown_commands_are_found():
+  for line in ("train --model=m", "serve m --prot 1", "trian", "replay a --tu b"):
+    with pytest.raises((ValueError, AssertionError)):
+      check_command(*line.split())
 
 
 def test_readme_begins_with_the_two_commands():
