@@ -52,6 +52,16 @@ def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
   return {"title": measure.title, "rounding": rounding, "lines": lines}
 
 
+def constant(data: Mapping[str, Any]) -> float | None:
+  """Returns the only value of a chart's curves; None if they move or are one point."""
+  lines = data["lines"]
+  curves = [line["points"] for line in lines]
+  curves += [bound for line in lines for bound in line["band"] or ()]
+  values = {value for points in curves for _, value in points}
+  is_still = len(values) == 1 and any(line["count"] > 1 for line in lines)
+  return values.pop() if is_still else None
+
+
 def _pairs(points: Sequence[Point]) -> list[tuple[int, float]]:
   # Six digits are finer than a pixel, and a third of the bytes of a float's repr.
   return [(step, float(f"{value:.6g}")) for step, value in points]

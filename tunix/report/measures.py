@@ -86,6 +86,7 @@ _TITLES = {
   "kl": "KL to the reference, nats",
   "entropy": "entropy, nats",
   "parity/abs_diff": "sampler and trainer, difference of log-probabilities",
+  "parity/kl": "sampler and trainer, KL, nats",
   "parity/ratio": "sampler and trainer, ratio of probabilities",
   "learning_rate": "learning rate",
   "grad_norm": "norm of the gradient",
