@@ -29,6 +29,7 @@ from tunix.utils import tree
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEADLINE_SECONDS = 600
+_PER_RUN = 4  # interruptions
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -148,14 +149,17 @@ class KillDrill:
     dice = random.Random(seed)
     plans: list[dict[str, Any]] = [{"signum": signal.SIGTERM}, {"in_save": True}]
     plans += [{"delay": dice.uniform(0.0, 0.7)} for _ in range(random_kills)]
-    for number, plan in enumerate(plans):
-      folder = tmp_path / f"cut{number}"
-      assert self.interrupt(folder, **plan), f"the run ended before {plan}"
-      assert self.finish(folder) > 0, f"the run after {plan} began at step 0"
+    plans = [{"after_saves": 1, **plan} for plan in plans]
+    # One run suffers several interruptions: a run for each would start twice as often.
+    for first in range(0, len(plans), _PER_RUN):
+      folder, suffered = tmp_path / f"cut{first}", plans[first : first + _PER_RUN]
+      for plan in suffered:
+        assert self.interrupt(folder, **plan), f"the run ended before {plan}"
+      assert self.finish(folder) > 0, f"the run after {suffered} began at step 0"
       found = self.digest(folder)
       different = sorted(k for k in expected if expected[k] != found.get(k))
       assert found.keys() == expected.keys() and not different, (
-        f"after {plan}: {different} differ"
+        f"after {suffered}: {different} differ"
       )
 
 

@@ -220,6 +220,19 @@ DEEPSEEK = r"""
 {%- endif %}
 """
 
+# Joins the arguments of calls as texts, and prints calls only next to no content.
+DEEPSEEK_V3 = (
+  DEEPSEEK.replace(
+    "{%- if message.tool_calls %}\n{{- message.content }}",
+    "{%- if message.content is none %}",
+  )
+  .replace("+ call.function.name + '\\n```json\\n' }}", "+ call.function.name")
+  .replace(
+    "{{- call.function.arguments | tojson }}{{ '\\n```<call_end>' }}",
+    "+ '\\n```json\\n' + call.function.arguments + '\\n```<call_end>' }}",
+  )
+)
+
 # The header of the next turn ends a turn; EOS ends the last one.
 GLM4 = r"""
 {{- '[gMASK]<sop>' }}
@@ -412,6 +425,7 @@ TEMPLATES = {
   "mistral": (MISTRAL, "<s>", "</s>", "parallel beside text"),
   "gpt_oss": (GPT_OSS, "", "<|return|>", "system beside text thinking"),
   "deepseek": (DEEPSEEK, "<s>", "</s>", "system parallel beside text"),
+  "deepseek_v3": (DEEPSEEK_V3, "<s>", "</s>", "system parallel text"),
   "granite3": (GRANITE3, "", "<|end_of_text|>", "system parallel"),
   "ministral3": (MINISTRAL3, "<s>", "</s>", "system parallel beside text thinking"),
   "glm4": (GLM4, "", "<|endoftext|>", "system parallel beside text"),

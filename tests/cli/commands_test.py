@@ -1,6 +1,7 @@
 """The command itself, and `data`, `generate` and `export`."""
 
 import json
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
 from tunix.sft.interrupts import Stopped
+from tunix.utils import record_file
 
 
 def refused(capsys, *argv, code=2):
@@ -62,6 +64,7 @@ def test_debug_lets_errors_through(capsys):
     (None, 0),
     (OSError("full"), 1),
     (RuntimeError("x"), 1),
+    (record_file.damaged(pathlib.Path("journal-1"), 16), 1),
     (ValueError("x"), 2),
     (ImportError("x"), 2),
     (KeyboardInterrupt(), 130),

@@ -206,12 +206,16 @@ def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
 
 
 def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
-  """Rows were `data.max_length` wide before there was data.pad_to."""
+  """As before data.pad_to, data.reasoning and tokenizer.messages."""
   out = tmp_path / "out"
   long = begun | {"data__max_length": 128, "output_dir": out}
-  assert train(long, data__pad_to="max_length") == 0
+  former = {"data__pad_to": "max_length", "data__reasoning": "keep"}
+  assert train(long | former, tokenizer__messages="given") == 0
   text = (out / "config.yaml").read_text()
-  (out / "config.yaml").write_text(text.replace("  pad_to: max_length\n", ""))
+  for line in ("pad_to: max_length", "reasoning: keep", "messages: given"):
+    assert f"  {line}\n" in text
+    text = text.replace(f"  {line}\n", "")
+  (out / "config.yaml").write_text(text)
 
   def shapes(**more):
     data = check(long, training__max_steps=3, **more)
@@ -219,6 +223,10 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
     return {batch["input_tokens"].shape for batch in first}
 
   assert shapes() == {(4, 128)}
+  for key, was in (("tokenizer__messages", "given"), ("data__reasoning", "keep")):
+    now = {"given": "plain", "keep": "strip"}[was]
+    with pytest.raises(ValueError, match=f"was '{was}' and is '{now}'"):
+      shapes(**{key: now})
   assert shapes(output_dir=tmp_path / "new") == {(4, 64)}
   with pytest.raises(ValueError, match="pad_to was 'max_length' and is 'longest'"):
     shapes(data__pad_to="longest")

@@ -70,6 +70,18 @@ def test_rows_continue_the_prompt_of_generation(keys, args, header, answer, keep
   assert reward_fns.exact_match(reasoning="keep")(**columns) == [keep]
 
 
+def test_answers_that_reason_are_refused_by_the_name_of_the_key(keys, tmp_path):
+  file = tmp_path / "a.jsonl"
+  record = {"prompt": "2+3", "response": "<think>hm</think>[5]"}
+  file.write_text(json.dumps(record) + "\n")
+  config, adapter = tokenizer(keys, data__train=file)
+  says = r'a\.jsonl:1: messages\[1\] holds .* set data\.reasoning to "strip"'
+  with pytest.raises(ValueError, match=says):
+    build_data.build_data(config, adapter)
+  config, adapter = tokenizer(keys, data__train=file, data__reasoning="strip")
+  assert build_data.build_data(config, adapter).reports["train"].stripped == 1
+
+
 def test_data_and_calls_override(keys):
   thinks = "{enable_thinking: true}"
   config, adapter = tokenizer(keys, data__template_args=thinks)

@@ -1,3 +1,4 @@
+import csv
 import json
 import os
 import pickle
@@ -121,6 +122,63 @@ def test_wrong_csv_is_refused(tmp_path, text, message):
   path.write_bytes(text)
   with pytest.raises(ValueError, match=message):
     open_file(path).validate()
+
+
+ODD = ["\u2028", "\u2029", "\x85", "\f", "\v", "\x1c", "\x1e", "\ufeff", "é\u2028\n b"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "json"])
+def test_only_a_line_feed_ends_a_line(tmp_path, suffix):
+  records = [{"prompt": f"a{x}b", "response": f"{x}c"} for x in ODD]
+  path = tmp_path / f"a.{suffix}"
+  with path.open("w", encoding="utf-8-sig", newline="") as file:
+    if suffix in ("csv", "tsv"):
+      separator = "\t" if suffix == "tsv" else ","
+      writer = csv.DictWriter(file, records[0], delimiter=separator)
+      writer.writeheader()
+      writer.writerows(records)
+    elif suffix == "json":
+      json.dump(records, file, ensure_ascii=False)
+    else:
+      file.writelines(f"{json.dumps(x, ensure_ascii=False)}\n" for x in records)
+  assert list(open_file(path)) == records
+
+
+@pytest.mark.parametrize(
+  ("rows", "line"),
+  [
+    (['"a,b', "c,d"], 2),
+    (["a,b", 'c,"d', "e,f"], 3),
+    (["a,b", '"x\ny","d', "e,f", "g,h"], 4),
+    (['a,"b'], 2),
+    (['"'], 2),
+  ],
+)
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_quote_that_nothing_closes_is_refused_with_its_line(
+  tmp_path, rows, line, end
+):
+  path = tmp_path / "a.csv"
+  path.write_bytes(("\n".join(["prompt,response", *rows]) + end).encode())
+  with pytest.raises(ValueError, match=rf"a\.csv:{line}: a quotation mark opens"):
+    open_file(path)
+  path.write_bytes(f'prompt,"response{end}'.encode())
+  with pytest.raises(ValueError, match=r"a\.csv:1: a quotation mark opens"):
+    open_file(path)
+
+
+def test_rows_that_quotes_swallow_are_warned_of(tmp_path, caplog):
+  path = tmp_path / "a.csv"
+  # The second of two marks closes the cell that the first opens.
+  rows = [f'"{i},b' if i % 90 == 5 else f"{i},b" for i in range(1000)]
+  path.write_text("\n".join(["prompt,response", *rows]))
+  assert len(open_file(path)) == 460
+  assert "546 of 1000 lines look like rows" in caplog.text
+  assert "first in lines 7 to 97" in caplog.text
+  caplog.clear()
+  path.write_text('prompt,response\nq,"a, b\n\nc"\n"q, r","a\nb"\n')
+  assert len(open_file(path)) == 2
+  assert not caplog.text
 
 
 def test_a_long_cell_is_read(tmp_path):

@@ -182,8 +182,8 @@ def test_prompts_of_rewards_may_have_parts():
   [
     (
       SFT,
-      {"instruction": None, "output": "x"},
-      'w: "instruction" is None, expected te',
+      {"instruction": "", "output": "x"},
+      "w: \"instruction\" is '', expected te",
     ),
     (SFT, {"instruction": "a", "input": 3, "output": "x"}, 'w: "input" is 3, expected'),
     (SFT, {"instruction": "a", "output": 3}, 'w: "response" is a int'),

@@ -69,7 +69,7 @@ BAD = {
   '{"prompt": "a", "text": "b"}': "found fields 'prompt', 'text'",
   '{"prompt": "a"}': '"prompt" without "response"',
   '{"prompt": 3, "response": "b"}': '"prompt" is a int, expected a string or a list',
-  '{"prompt": "a", "response": null}': '"response" is a missing, expected a string',
+  '{"prompt": "a", "response": null}': '"prompt" without "response"; expected',
   '{"prompt": [], "response": "b"}': '"prompt" is an empty list',
   '{"text": 3}': '"text" is a int',
   '{"text": " "}': '"text" is blank',

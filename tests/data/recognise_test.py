@@ -28,7 +28,10 @@ KNOWN = [
 
 @pytest.mark.parametrize(("fields", "kind", "keys", "library"), KNOWN)
 def test_a_record_is_known_by_its_keys(fields, kind, keys, library):
-  assert recognise(dict.fromkeys(fields), "a:1") == (kind, keys, library)
+  # A null counts as absent.
+  nulls = {"chosen": None, "label": None, "output": None}
+  record = dict.fromkeys((*fields, *nulls)) | dict.fromkeys(fields, "")
+  assert recognise(record, "a:1") == (kind, keys, library)
 
 
 @pytest.mark.parametrize(

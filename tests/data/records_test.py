@@ -4,6 +4,7 @@ from tunix.data import jsonl, records as record_kinds
 from tunix.data.records import (
   LABELLED,
   PAIRS,
+  PROMPT_ROWS,
   SFT,
   read_labelled,
   read_pair,
@@ -132,6 +133,14 @@ def test_wrong_pairs(record, message):
 def test_wrong_labelled_records(record, message):
   with pytest.raises(ValueError, match=f"^file:3: .*{message}"):
     read_labelled(record, "file:3")
+
+
+def test_a_null_is_no_field_but_a_column_of_rewards():
+  record = {"prompt": None, "prompts": "a", "response": None, "x": None}
+  extra = {"response": None, "x": None}
+  assert PROMPT_ROWS.read(record, "w") == ("prompt", "a", {}, extra, None)
+  pair = {"chosen": [user("q"), model("x")], "rejected": [user("q"), model("y")]}
+  assert read_pair(pair | {"prompt": None, "margin": None}, "w").prompt == [user("q")]
 
 
 def test_prompts():

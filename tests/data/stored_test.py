@@ -1,13 +1,17 @@
 import json
 import pickle
+import types
 
 import grain
 import numpy as np
 import pytest
 from array_record.python import array_record_module
 
+from tests import toys_calls
 from tunix.data.array_record import ArrayRecords
+from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import SFT
+from tunix.data.render import render_record
 from tunix.data.stored import HeldRecords
 
 RECORDS = [{"prompt": f"{i}", "response": "ü", "extra": [i, None]} for i in range(5)]
@@ -54,12 +58,106 @@ def test_values_of_other_libraries_become_plain():
     name="x",
   )
   assert held[0] == {
-    "messages": [{"role": "user", "content": "a"}],
+    "messages": [{"role": "user", "content": "a", "name": None}],
     "n": 3,
     "x": [1.5, 2.0],
   }
   with pytest.raises(ValueError, match=r"x, record 0: bytes are no UTF-8 text"):
     HeldRecords([{"text": b"\xff"}], name="x").validate()
+
+
+class Table:
+  """Rows as Arrow holds them: every object of a column has the keys of all objects."""
+
+  def __init__(self, rows):
+    self.features = feature_of(rows)
+    self.rows = [filled(row, self.features) for row in rows]
+
+  def __len__(self):
+    return len(self.rows)
+
+  def __getitem__(self, index):
+    return self.rows[index]
+
+
+def feature_of(values):
+  values = [value for value in values if value is not None]
+  if values and isinstance(values[0], dict):
+    names = dict.fromkeys(name for value in values for name in value)
+    return {n: feature_of([value.get(n) for value in values]) for n in names}
+  if values and isinstance(values[0], list):
+    inner = feature_of([part for value in values for part in value])
+    return types.SimpleNamespace(feature=inner)
+  return types.SimpleNamespace(dtype=type(values[0]).__name__ if values else "null")
+
+
+def filled(value, feature):
+  if isinstance(value, dict):
+    return {name: filled(value.get(name), inner) for name, inner in feature.items()}
+  if isinstance(value, list):
+    return [filled(part, feature.feature) for part in value]
+  return value
+
+
+def tool(name, **parameters):
+  function = {"name": name, "parameters": {"properties": parameters}}
+  return {"type": "function", "function": function}
+
+
+def test_nulls_are_the_same_in_json_lists_and_columns(tmp_path):
+  call = {"name": "f", "arguments": {"city": "Oslo", "unit": None}}
+  user, answer = ({"role": r, "content": r} for r in ("user", "assistant"))
+  rows = [
+    {"prompt": "a", "response": "b", "label": None},
+    {"text": "a", "messages": None, "chosen": None},
+    {"messages": [user, answer], "tools": [tool("g", day={"type": "x"})]},
+    {
+      "messages": [
+        user | {"weight": None, "train": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "b"},
+        answer | {"weight": 1},
+      ],
+      "prompt": None,
+      "tools": [tool("f", city={"default": None})],
+    },
+    {"conversations": [{"from": "human", "value": "a", "role": None}, answer]},
+  ]
+  file = tmp_path / "a.jsonl"
+  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  tokenizer = toys_calls.tokenizer_of("qwen25")
+  sources = [JsonlRecords(file), HeldRecords(rows, name="a")]
+  sources.append(HeldRecords(Table(rows), name="a"))
+  texts = []
+  for records in sources:
+    assert sum(records.validate().values()) == len(rows)
+    rendered = [render_record(row, SFT, tokenizer).tokens for row in records]
+    texts.append([tokenizer.decode(r, skip_special_tokens=False) for r in rendered])
+  assert texts[0] == texts[1] == texts[2]
+  assert '"unit": null' in texts[0][3] and '"default": null' in texts[0][3]
+
+
+def test_nulls_that_no_rendering_shows_do_not_change_a_fingerprint():
+  def fingerprint(message, arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return HeldRecords([{"messages": [message], "calls": [call]}], name="a").fingerprint
+
+  plain = fingerprint({"role": "user"}, {"a": 1})
+  assert plain == fingerprint({"role": "user", "name": None}, {"a": 1})
+  assert plain != fingerprint({"role": "user"}, {"a": 1, "b": None})
+
+
+def test_nulls_of_other_sources():
+  class Json:
+    """The feature of `datasets` of this name, which decodes objects."""
+
+  row = {"messages": [{"name": None}], "meta": {"a": None}, "n": None}
+  table = Table([])
+  table.rows = [row]
+  table.features = {"messages": types.SimpleNamespace(feature=Json()), "meta": Json()}
+  assert HeldRecords(table, name="a").raw(0) == row
+  unknown = HeldRecords(grain.MapDataset.source([row]), name="a")
+  assert unknown.raw(0) == {"messages": [{}], "meta": {}, "n": None}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ CUT_AFTER = resume_jobs.SAVE_EVERY
 
 def unpack(job: str, folder: pathlib.Path) -> pathlib.Path:
   with tarfile.open(resume_jobs.BEFORE / f"{job}.tar.xz") as tar:
-    tar.extractall(folder / "out", filter="data")
+    # Python 3.11.2 has no filters.
+    tar.extraction_filter = getattr(tarfile, "data_filter", None)
+    tar.extractall(folder / "out")
   shutil.copytree(resume_jobs.BEFORE / "inputs", folder / "inputs")
   return folder / "out"
 

@@ -1,5 +1,7 @@
 """The greedy schedule: its bytes, its journal, kills, replays and faults."""
 
+import contextlib
+import json
 import shutil
 import threading
 
@@ -31,7 +33,8 @@ def threads():
 
 
 def decisions(folder):
-  return [record for _, record in journal.read(folder / FOLDER / "decisions.bin")[0]]
+  with contextlib.closing(journal.Journal(folder / FOLDER, reads=True)) as found:
+    return found.decisions
 
 
 def assert_ended_once(folder, steps):
@@ -182,9 +185,11 @@ def test_a_run_that_is_resumed_in_a_smaller_batch_has_engines_of_one_size(
 def cut_after_batch(folder, number):
   """Cuts the journal as a kill does, in the middle of the first end after a batch's."""
   file = folder / FOLDER / "decisions.bin"
-  ends = [(at, r[2]) for at, r in journal.read(file)[0] if r[0] == "end"]
-  last = max(i for i, (_, batch) in enumerate(ends) if batch == number)
-  file.write_bytes(file.read_bytes()[: ends[last + 1][0] + 5])
+  ends = [r for r in decisions(folder) if r[0] == "end"]
+  last = max(i for i, record in enumerate(ends) if record[2] == number)
+  text = json.dumps(ends[last + 1], separators=(",", ":")).encode()
+  data = file.read_bytes()
+  file.write_bytes(data[: data.index(text) - 7])  # in its head of 12 bytes
 
 
 def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):

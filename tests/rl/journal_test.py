@@ -1,11 +1,13 @@
-"""Records on disk: torn and damaged ones, and the order of their effects."""
+"""The order of the effects of a journal's records, and journals of other runs.
 
-import os
+Torn and damaged records: tests/utils/record_file_test.py.
+"""
 
 import pytest
 
 from tunix.rl import journal
 from tunix.rl.journal import Journal, JournalError
+from tunix.utils.record_file import RecordError
 
 
 def path_of(folder):
@@ -22,38 +24,18 @@ def written(folder):
   return path_of(folder).read_bytes()
 
 
-def offsets(folder):
-  return [at for at, _ in journal.read(path_of(folder))[0]]
-
-
-def test_a_record_that_is_cut_off_anywhere_is_dropped_and_written_again(tmp_path):
+def test_a_torn_decision_is_dropped_and_a_damaged_one_is_refused(tmp_path):
   data = written(tmp_path)
-  ends = offsets(tmp_path) + [len(data)]
-  assert len(ends) == 4
-  for length in (0, 5, *(end + d for end in ends[:-1] for d in (0, 5, 11, 12, 13))):
-    path_of(tmp_path).write_bytes(data[:length])
-    torn = Journal(tmp_path)
-    kept = sum(end <= length for end in ends[1:])
-    assert len(torn.decisions) == kept
-    assert (0, 1) not in torn.ended
-    torn.add("start", 5, "a")
-    torn.close()
-    again = Journal(tmp_path)
-    assert again.decisions[kept:] == [["start", 5, "a"]]
-    again.close()
-
-
-def test_a_damaged_byte_is_an_error_with_its_place(tmp_path):
-  data = written(tmp_path)
-  _, start, end = offsets(tmp_path)
-  for at in range(start, end):
-    damaged = bytearray(data)
-    damaged[at] ^= 4
-    path_of(tmp_path).write_bytes(damaged)
-    with pytest.raises(JournalError, match=f"record at byte {start} of .*decisions"):
-      Journal(tmp_path)
-  path_of(tmp_path).write_bytes(b"a file of another program")
-  with pytest.raises(JournalError, match="is not a journal"):
+  path_of(tmp_path).write_bytes(data[:-1])
+  torn = Journal(tmp_path)
+  assert len(torn.decisions) == 2 and not torn.ended
+  torn.add("start", 5, "a")
+  torn.close()
+  again = Journal(tmp_path)
+  assert again.decisions[2:] == [["start", 5, "a"]]
+  again.close()
+  path_of(tmp_path).write_bytes(data.replace(b'"lag":1', b'"lag":2'))
+  with pytest.raises(RecordError, match=r"record at byte 16 of .*decisions"):
     Journal(tmp_path)
 
 
@@ -68,7 +50,7 @@ def test_ended_groups_are_read_again_and_stored_ones_that_did_not_end_are_not(tm
   again.end(4, (0, 0), "digest", again.store({"tokens": [3]}))
   assert again.content((0, 0)) == {"tokens": [3]}
   (tmp_path / journal.EPISODES).write_bytes(b"tunix journal 1\n")
-  with pytest.raises(JournalError, match="episodes"):
+  with pytest.raises(RecordError, match="episodes"):
     Journal(tmp_path).content((0, 1))
 
 
@@ -84,26 +66,8 @@ def test_episodes_that_are_cut_off_are_dropped_and_none_is_kept_in_memory(tmp_pa
     with_torn.close()
   file.write_bytes(data[:-1] + b"?")  # only its group cannot be read
   damaged = Journal(tmp_path)
-  with pytest.raises(JournalError, match=r"record at byte 16 of .*episodes"):
+  with pytest.raises(RecordError, match=r"record at byte 16 of .*episodes"):
     damaged.content((0, 1))
-
-
-def test_a_full_disk_leaves_no_part_of_a_record(tmp_path, monkeypatch):
-  made = Journal(tmp_path)
-  made.check({"lag": 1})
-  write = os.pwrite
-  monkeypatch.setattr(os, "pwrite", lambda file, x, at: write(file, x[:-9], at))
-  with pytest.raises(OSError, match="free some space"):
-    made.store({"tokens": list(range(100))})
-  monkeypatch.undo()
-  # Another group's record, shorter than the part that was written.
-  made.end(3, (0, 0), "digest", made.store({"tokens": [1]}))
-  made.close()
-  again = Journal(tmp_path)
-  assert again.content((0, 0)) == {"tokens": [1]}
-  records, end = journal.read(tmp_path / journal.EPISODES)
-  assert len(records) == 1 and end == (tmp_path / journal.EPISODES).stat().st_size
-  again.close()
 
 
 def test_a_journal_without_a_decision_is_not_replayed(tmp_path):

@@ -10,6 +10,7 @@ end by itself.
 
 import argparse
 import collections
+import contextlib
 import os
 import pathlib
 import random
@@ -176,7 +177,10 @@ def check_journal(folder: pathlib.Path) -> None:
   """Checks that a greedy run has drawn each of its completions once."""
   base = folder / "checkpoints" / journal.FOLDER
   files = sorted(base.rglob(journal.DECISIONS))  # one for each process
-  records = [record for file in files for _, record in journal.read(file)[0]]
+  records = []
+  for file in files:
+    with contextlib.closing(journal.Journal(file.parent, reads=True)) as found:
+      records += found.decisions
   ends = collections.Counter(tuple(r[2:4]) for r in records if r[0] == "end")
   batches = drill_worker.STEPS // 4  # two mini-batches, two iterations
   trained = {(batch, prompt) for batch in range(batches) for prompt in range(4)}

@@ -204,7 +204,7 @@ def test_messages_reach_the_template():
     text = made.engine.tokenizer.decode(
       made.engine.submitted[-1].prompt, skip_special_tokens=False
     )
-    assert "system\nbe brief" in text and "one\ntwo" in text
+    assert "system\nbe brief" in text and "onetwo" in text
     assert '"arguments": {"a": 1}' in text  # an object, not text
 
 

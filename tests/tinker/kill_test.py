@@ -14,9 +14,11 @@ import time
 import numpy as np
 import pytest
 
+from tests.tinker import journal_test
 from tests.tinker.serving import base, rows
 from tunix.tinker import packed
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
+from tunix.tinker.runs import Run
 from tunix.tinker.settings import TinkerSettings
 
 tinker = pytest.importorskip("tinker")
@@ -135,13 +137,15 @@ def alone(tenant: int, steps: int, folder: pathlib.Path) -> bytes:
 def arrays_at(root: pathlib.Path, path: str) -> bytes:
   run, kind, name = path.removeprefix("tinker://").split("/")
   folder = root / "checkpoints" / run.replace(":", "%3A") / kind / name
-  _, arrays = packed.unpack((folder / "state").read_bytes())
+  _, arrays = packed.read(folder / "state")
   return b"".join(
     np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)
   )
 
 
 def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate):
+  """Kills a server of several tenants, whose folder an earlier version has begun."""
+  journal_test.unpack(folder / "served")
   server = Server(folder / "served")
   choose = random.Random(0)
   with contextlib.ExitStack() as stack:
@@ -171,6 +175,8 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
     found = arrays_at(folder / "served", thread.path)
     assert thread.step == steps or until is not None
     assert found == alone(thread.number, thread.step, folder / f"alone{thread.number}")
+  old = Run(journal_test.folder_of(folder / "served"), TinkerSettings())
+  assert old.result(7).error is None and old.pending == 1
   return server.kills
 
 

@@ -194,7 +194,8 @@ def test_samplers_checkpoints_and_archives(served, tmp_path):
     headers={"X-API-Key": KEY},
   )
   with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
-    tar.extractall(tmp_path, filter="data")
+    tar.extraction_filter = getattr(tarfile, "data_filter", None)  # not in 3.11.2
+    tar.extractall(tmp_path)
   merged = lora.merge(lora.load_adapter(base(), tmp_path))
   greedy = {"max_tokens": 6, "temperature": 0.0}
   prompt = tinker.ModelInput.from_ints(PROMPT)

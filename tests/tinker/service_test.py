@@ -11,7 +11,7 @@ import pytest
 
 from tests.tinker.serving import base, engine, rows
 from tunix.generate.engine.driver import Driver
-from tunix.tinker import data, journal, packed
+from tunix.tinker import data, packed
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.errors import (
   BusyError,
@@ -26,6 +26,7 @@ from tunix.tinker.errors import (
 from tunix.tinker.learner import AdapterSpec
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings, read_keys
+from tunix.utils.record_file import RecordFile
 
 SPEC = AdapterSpec(rank=2)
 STEPS = 4
@@ -80,8 +81,8 @@ def test_a_kill_at_any_instant_loses_and_repeats_no_request(tmp_path):
   expected = None
   (file,) = whole.rglob("journal-0")
   log = file.read_bytes()
-  records = journal.Journal(file).records
-  ends = np.cumsum([len(journal.framed(x)) for x in records])
+  records = list(RecordFile(file, reads=True).records())
+  ends = 16 + np.cumsum([12 + len(x) for x in records])
   kinds = [packed.unpack(x)[0]["type"] for x in records]
   assert {"op", "result"} == set(kinds)
   # Each cut is in the middle of a record, or at its end; the first op stays.

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data import marked, records, spans
+from tunix.data import marked, reasoning as thoughts, records, spans
+from tunix.data.reasoning import Reasoning
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -36,6 +37,7 @@ class Rendered(NamedTuple):
       inside a completion are 0: the model sees them as context.
     extra: further fields of the record, see `tunix.data.records.Record`.
     empty: names of completions without text.
+    is_stripped: reasoning was removed from a completion.
   """
 
   prompt: np.ndarray
@@ -43,6 +45,7 @@ class Rendered(NamedTuple):
   masks: tuple[np.ndarray, ...]
   extra: Mapping[str, Any] = {}
   empty: tuple[str, ...] = ()
+  is_stripped: bool = False
 
   @property
   def prompt_length(self) -> int:
@@ -88,6 +91,7 @@ def render(
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
+  reasoning: Reasoning = "keep",
 ) -> Rendered:
   """Returns tokens and mask of one record of fine-tuning.
 
@@ -106,6 +110,8 @@ def render(
       the tokenizer has a chat template.
     template_kwargs: further variables of the chat template; "tools" of the record
       overrides them.
+    reasoning: treatment of trained turns that reason although the generation prompt
+      ends behind a closed block of reasoning: "error", "strip" or "keep".
 
   Raises:
     ValueError: the record is malformed, the template is missing or refuses it, or no
@@ -119,6 +125,7 @@ def render(
     where=where,
     chat=False if read.form == "text" else chat,
     template_kwargs=with_tools(read.tools, template_kwargs),
+    reasoning=reasoning,
   )
 
 
@@ -130,6 +137,7 @@ def render_completion(
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
+  reasoning: Reasoning = "keep",
 ) -> Rendered:
   """Returns tokens and mask of a prompt and its completion, which is trained.
 
@@ -137,7 +145,7 @@ def render_completion(
     prompt: text, or the messages before the answer; may be empty.
     completion: text of the answer, or messages, of which the assistant's are trained.
       None returns the prompt alone, with the same tokens as before a completion.
-    tokenizer, where, chat, template_kwargs: as for `render`.
+    tokenizer, where, chat, template_kwargs, reasoning: as for `render`.
 
   Raises:
     ValueError: as for `render`.
@@ -156,7 +164,8 @@ def render_completion(
     if isinstance(prompt, str) and isinstance(completion, str) and not chat:
       return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
     _check_template(tokenizer, chat)
-    return _chat(_conversation(prompt, completion), tokenizer, template_kwargs or {})
+    messages = _conversation(prompt, completion)
+    return _chat(messages, tokenizer, template_kwargs or {}, reasoning)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -237,7 +246,10 @@ def _visible(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _chat(
-  messages: Sequence[Message], tokenizer: TokenizerAdapter, variables: Mapping[str, Any]
+  messages: Sequence[Message],
+  tokenizer: TokenizerAdapter,
+  variables: Mapping[str, Any],
+  reasoning: Reasoning,
 ) -> Rendered:
   turns = [i for i, message in enumerate(messages) if is_trained(message)]
 
@@ -251,7 +263,9 @@ def _chat(
       some, False, now=TEMPLATE_DATE, generation_marks=marks, **variables
     )
 
-  visible = _visible(messages)
+  # Locating a turn changes its arguments, so they have their last form before.
+  given = tokenizer.template_messages(_visible(messages), variables.get("tools"))
+  visible = thoughts.without_unsampled(given, turns, apply, reasoning)
   if tokenizer.marks_generation(variables.get("tools")):
     segments, needs_eos = marked.find_segments(visible, turns, apply, mark), False
   else:
@@ -263,7 +277,7 @@ def _chat(
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
   if not row.masks[0].any():
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  return row
+  return row._replace(is_stripped=visible is not given)
 
 
 def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
+import logging
 import mmap
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tunix.data import jsonl, stored
@@ -15,6 +18,8 @@ from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import SFT, Kind
 from tunix.data.stored import FileRecords, HeldRecords, Records
 from tunix.utils import optional
+
+_log = logging.getLogger(__name__)
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
 # A whole JSON string, or a character that opens, closes or separates values.
@@ -144,6 +149,45 @@ def _borders(text: mmap.mmap, name: str) -> Iterator[tuple[int, int]]:
   raise ValueError(f"{name}: the JSON array has no end; the file may be cut off")
 
 
+class _CsvLines:
+  """Lines of a CSV file, with the place that a reader of rows has reached.
+
+  Attributes:
+    start: first byte of the row.
+    stop: end of the bytes read so far.
+    first: number of the first line of the row, from 1.
+    last: number of lines read so far.
+    is_at_end: the reader has asked for a line after the last one.
+  """
+
+  def __init__(
+    self, file: Any, digest: Any, separator: str, decode: Callable[[bytes, int], str]
+  ):
+    self._file, self._digest, self._decode = file, digest, decode
+    self._separator, self._fewest = separator, sys.maxsize
+    self.start, self.stop, self.first, self.last = 0, 0, 1, 0
+    self.is_at_end = False
+
+  def __iter__(self) -> Iterator[str]:
+    for content in self._file:
+      self._digest.update(content)
+      self.stop += len(content)
+      self.last += 1
+      line = self._decode(content, self.last)
+      if line.strip():
+        self._fewest = min(self._fewest, line.count(self._separator))
+      yield line
+    self.is_at_end = True
+
+  def begin_row(self) -> None:
+    """Notes that the next line begins a row."""
+    self.start, self.first, self._fewest = self.stop, self.last + 1, sys.maxsize
+
+  def look_like_rows(self, columns: int) -> bool:
+    """Returns True if the row has several lines, each with enough cells for a row."""
+    return self.last > self.first and 0 < columns - 1 <= self._fewest
+
+
 class CsvRecords(FileRecords):
   """Rows of a CSV or TSV file whose first row names the columns.
 
@@ -157,31 +201,46 @@ class CsvRecords(FileRecords):
     # A cell may hold a whole document, which can exceed the default limit of 128 KiB.
     # The csv module has one limit for the whole process.
     csv.field_size_limit(2**31 - 1)
-    stop, line = 0, 1  # end of the bytes read so far, and the next line's number
-
-    def decoded(file: Any) -> Iterator[str]:
-      nonlocal stop, line
-      for content in file:
-        digest.update(content)
-        stop += len(content)
-        line += 1
-        yield self._decode(content, line - 1)
-
     with self.path.open("rb") as file:
-      rows = csv.reader(decoded(file), delimiter=self._separator)
+      lines = _CsvLines(file, digest, self._separator, self._decode)
+      rows = csv.reader(lines, delimiter=self._separator)
       try:
         self.columns = [name.strip() for name in next(rows, [])]
+        self._check_end(lines, self.columns)
         self._check_columns()
-        start, first_line = stop, line
+        lines.begin_row()
+        header, swallowed = lines.last, []
         for row in rows:  # a row spans several lines if a cell has line breaks
+          self._check_end(lines, row)
           if row:
-            yield start, stop, first_line
-          start, first_line = stop, line
+            yield lines.start, lines.stop, lines.first
+            if lines.look_like_rows(len(self.columns)):
+              swallowed.append(range(lines.first, lines.last + 1))
+          lines.begin_row()
       except csv.Error as error:
         raise ValueError(
-          f"{self.name}:{max(line - 1, 1)} is no {self.noun} ({error}); expected rows "
-          "that end with a line feed. Correct that line, or convert the line ends."
+          f"{self.name}:{max(lines.last, 1)} is no {self.noun} ({error}); expected "
+          "rows that end with a line feed. Correct that line, or convert the line ends."
         ) from error
+    count, total = sum(map(len, swallowed)), lines.last - header
+    if count > total / 2:
+      _log.warning(
+        "%s: %d of %d lines look like rows, but quotation marks join them with others, "
+        "first in lines %d to %d. If they are rows, remove these marks, or write their "
+        "cells in quotes with each mark in it doubled",
+        *(self.name, count, total, swallowed[0].start, swallowed[0].stop - 1),
+      )
+
+  def _check_end(self, lines: _CsvLines, row: list[str]) -> None:
+    """Refuses a row that the end of the file ends within quotes."""
+    if not lines.is_at_end or not row:
+      return
+    line = lines.first + sum(cell.count("\n") for cell in row[:-1])
+    raise ValueError(
+      f"{self.name}:{line}: a quotation mark opens a cell, and none closes it; "
+      "expected one at the end of the cell. Remove the mark, or write the cell in "
+      "quotes with each mark in it doubled"
+    )
 
   def _check_columns(self) -> None:
     for name in filter(None, self.columns):
@@ -200,7 +259,8 @@ class CsvRecords(FileRecords):
   def raw(self, index: int) -> Any:
     """Returns row `index` by column; raises as the base class does."""
     text = self._decode(self.text(index), int(self._index[index, 2]))
-    [row] = csv.reader(text.splitlines(keepends=True), delimiter=self._separator)
+    lines = io.StringIO(text, newline="\n")  # a cell may hold other ends of lines
+    [row] = csv.reader(lines, delimiter=self._separator)
     if len(row) != len(self.columns):
       raise ValueError(
         f"{self.where(index)}: {len(row)} cells, but the first line names "

@@ -25,6 +25,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tunix.generate import messages
+
 _ALPACA = ("instruction", "input", "system", "history")
 _CALL = ("function_call", "tool_call")
 _ROLES = {
@@ -54,6 +56,9 @@ class Form(NamedTuple):
 def convert(record: Any, where: str, *forms: Form) -> Any:
   """Converts a record to our form, from the first of `forms` that matches its keys.
 
+  Null counts as absent in fields and in keys of messages. Without `forms`, a null field
+  is a column of its own and stays.
+
   Args:
     record: a record of a file; anything but a mapping is returned unchanged.
     where: place of the record, for error messages.
@@ -64,8 +69,9 @@ def convert(record: Any, where: str, *forms: Form) -> Any:
   """
   if not isinstance(record, Mapping):
     return record
+  record = messages.present(record) if forms else record
   form = find(record, *forms)
-  record = _with_texts(record if form is None else form.convert(record, where))
+  record = _with_plain_messages(record if form is None else form.convert(record, where))
   if isinstance(tools := record.get("tools"), str):
     # LLaMA-Factory writes "" for a record without tools.
     record = {**record, "tools": _json(tools or "[]", f'{where}: "tools"')}
@@ -73,10 +79,13 @@ def convert(record: Any, where: str, *forms: Form) -> Any:
 
 
 def find(record: Any, *forms: Form) -> Form | None:
-  """Returns the first of `forms` that matches the record; None for our own form."""
+  """Returns the first of `forms` that matches the record; None for our own form.
+
+  A null field counts as absent.
+  """
   if not isinstance(record, Mapping):
     return None
-  keys = record.keys()
+  keys = messages.present(record).keys()
   return next((f for f in forms if f.needs <= keys and not f.without & keys), None)
 
 
@@ -140,13 +149,13 @@ def _sharegpt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
   turns = record["conversations"]
   if not isinstance(turns, list) or not turns:
     raise ValueError(f'{where}: "conversations" is {turns!r:.60}, expected a list')
-  messages = [
+  ours = [
     _message(turn, f'{where}: "conversations"[{number}]')
     for number, turn in enumerate(turns)
   ]
   if isinstance(system := record.get("system"), str) and system:
-    messages = [{"role": "system", "content": system}, *messages]
-  return _rest(record, "conversations", "system") | {"messages": messages}
+    ours = [{"role": "system", "content": system}, *ours]
+  return _rest(record, "conversations", "system") | {"messages": ours}
 
 
 def _sharegpt_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -191,8 +200,10 @@ def _call(text: Any, where: str) -> dict[str, Any]:
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
-  if isinstance(turn, Mapping) and "role" in turn:
-    return dict(turn)
+  if isinstance(turn, Mapping):
+    turn = messages.present(turn)
+  if _is_message(turn):
+    return turn
   if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
     raise ValueError(f'{where} is {turn!r:.60}, expected {{"from": ..., "value": ...}}')
   rest = _rest(turn, "from", "value")
@@ -220,32 +231,18 @@ def _trl(record: Mapping[str, Any], where: str) -> dict[str, Any]:
   return rest | {"messages": [*context, *completion]}
 
 
-def _with_texts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Joins the text parts of messages whose content is a list of parts."""
+def _with_plain_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns a record whose messages are plain, see `messages.plain`."""
   changed = {
-    name: [_with_text(message) for message in value]
+    name: [messages.plain(turn) if _is_message(turn) else turn for turn in value]
     for name, value in record.items()
-    if isinstance(value, list) and any(_has_parts(message) for message in value)
+    if isinstance(value, list) and any(map(_is_message, value))
   }
   return {**record, **changed} if changed else record
 
 
-def _has_parts(message: Any) -> bool:
-  if not isinstance(message, Mapping) or "role" not in message:
-    return False
-  parts = message.get("content")
-  return isinstance(parts, list) and all(
-    isinstance(part, Mapping) and part.get("type") == "text" for part in parts
-  )
-
-
-def _with_text(message: Any) -> Any:
-  if not _has_parts(message):
-    return message
-  return {
-    **message,
-    "content": "".join(p.get("text") or "" for p in message["content"]),
-  }
+def _is_message(value: Any) -> bool:
+  return isinstance(value, Mapping) and "role" in value
 
 
 def _chat(record: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import grain
 
 from tunix.data import buckets, draws, packing as packing_lib, rows
+from tunix.data.reasoning import Reasoning
 from tunix.data.records import SFT
 from tunix.data.rows import OneRow, Overlong
 from tunix.data.source import Source
@@ -34,6 +35,7 @@ def build_dataset(
   overlong: Overlong = "error",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
+  reasoning: Reasoning = "error",
   **options: Any,
 ) -> grain.IterDataset:
   """Returns batches of rows, int32 [batch_size / process_count, max_length].
@@ -52,6 +54,7 @@ def build_dataset(
     chat: True treats plain-text prompts as user turns of a chat. None does so if the
       tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
+    reasoning: see `Source`.
     **options: further arguments of `build_batches`: packing, length_buckets, widths,
       batches_per_step, shuffle, seed, num_epochs, process_index, process_count,
       num_threads.
@@ -68,6 +71,7 @@ def build_dataset(
     overlong=overlong,
     chat=chat,
     template_kwargs=template_kwargs,
+    reasoning=reasoning,
   )
   return build_batches(source, batch_size=batch_size, **options)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tunix.data import fields, forms
 from tunix.data.records import LABELLED, PAIRS, PROMPTS, SFT, Kind
+from tunix.generate import messages
 
 # Keys of each kind's own forms. The first kind that matches is taken. PROMPTS comes
 # last, because pairs also have a "prompt".
@@ -42,6 +43,7 @@ def recognise(record: Any, where: str) -> Recognised:
     ValueError: the record is no object, or its keys match no kind; begins with `where`.
   """
   fields.check_mapping(record, where, _expected())
+  record = messages.present(record)
   for kind, own_forms in _OWN_KEYS:
     form = forms.find(record, *kind.forms)
     needed = next((keys for keys in own_forms if set(keys) <= record.keys()), ())

@@ -43,6 +43,8 @@ PROMPT_COLUMN = "prompts"
 # Column with the token ids of prompts whose text, tokenised, would begin with another
 # BOS: a chat template that prints no BOS, of a tokenizer that has one.
 PROMPT_IDS_COLUMN = "prompt_token_ids"
+# Roles of the first turn of a whole conversation.
+_FIRST_ROLES = ("system", "developer", "user")
 # Reward functions receive the completions under these names.
 _RESERVED_COLUMNS = {"completion", "completions", PROMPT_IDS_COLUMN}
 
@@ -199,7 +201,8 @@ def read_prompt_row(record: Any, where: str) -> Record:
       reserved name; begins with `where`.
   """
   record = foreign.convert(record, where)
-  form = _only_field(record, ("prompt", PROMPT_COLUMN), where, PROMPT_ROWS.expected)
+  prompts = ("prompt", PROMPT_COLUMN)
+  form = _only_field(record, prompts, where, PROMPT_ROWS.expected)
   if reserved := sorted(record.keys() & _RESERVED_COLUMNS):
     raise ValueError(
       f"{where}: the column {reserved[-1]!r} has a reserved name, which stands for "
@@ -208,7 +211,8 @@ def read_prompt_row(record: Any, where: str) -> Record:
   fields.check_text(record, form, where)
   if not record[form]:
     raise ValueError(f'{where}: "{form}" is empty; {PROMPT_ROWS.expected}')
-  columns = {name: value for name, value in record.items() if name != form}
+  # Null under the other name of the prompt is no column.
+  columns = {name: value for name, value in record.items() if name not in prompts}
   return Record("prompt", record[form], {}, columns, None)
 
 
@@ -246,7 +250,7 @@ def _only_field(record: Any, names: Sequence[str], where: str, expected: str) ->
     ValueError: the record has none or several of them; begins with `where`.
   """
   fields.check_mapping(record, where, expected)
-  known = [name for name in names if name in record]
+  known = [name for name in names if record.get(name) is not None]
   if len(known) != 1:
     raise ValueError(f"{where}: found {fields.describe(record)}, {expected}")
   return known[0]
@@ -307,7 +311,7 @@ def split(
 
 def _is_conversation(completion: Any) -> bool:
   has_messages = isinstance(completion, list) and completion
-  return bool(has_messages) and completion[0]["role"] in ("system", "user")
+  return bool(has_messages) and completion[0]["role"] in _FIRST_ROLES
 
 
 def _common_messages(

@@ -15,6 +15,7 @@ import numpy as np
 
 from tunix.data import chat as chats, records
 from tunix.data.chat import Rendered
+from tunix.data.reasoning import Reasoning
 from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -30,6 +31,7 @@ def render_record(
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
+  reasoning: Reasoning = "keep",
 ) -> Rendered:
   """Returns the tokens of a record.
 
@@ -39,7 +41,7 @@ def render_record(
   Args:
     record: the record.
     kind: kind that the record is read as.
-    tokenizer, where, chat, template_kwargs: as for `tokenise`.
+    tokenizer, where, chat, template_kwargs, reasoning: as for `tokenise`.
 
   Raises:
     ValueError: the record is malformed, or nothing of it would be trained; begins with
@@ -47,7 +49,7 @@ def render_record(
   """
   options: Any = {"where": where, "chat": chat, "template_kwargs": template_kwargs}
   if kind is SFT:
-    return chats.render(record, tokenizer, **options)
+    return chats.render(record, tokenizer, reasoning=reasoning, **options)
   read = kind.read(record, where)
   if kind is PROMPT_ROWS:
     text = chats.prompt_text(read.prompt, tokenizer, **options)
@@ -58,6 +60,7 @@ def render_record(
       extra[PROMPT_IDS_COLUMN] = prompt.tolist()
     return Rendered(prompt, (), (), extra=extra)
   options["template_kwargs"] = chats.with_tools(read.tools, template_kwargs)
+  options["reasoning"] = reasoning
   texts = read.completions
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)
   empty = tuple(name for name in texts if records.is_empty(texts[name]))
@@ -72,6 +75,7 @@ def tokenise(
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
+  reasoning: Reasoning = "keep",
 ) -> Rendered:
   """Returns the tokens of a prompt and its completions.
 
@@ -84,6 +88,7 @@ def tokenise(
     chat: True treats a plain-text prompt as the user's turn of a chat. None does so if
       the tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
+    reasoning: see `tunix.data.chat.render`.
 
   Raises:
     ValueError: the template is missing or refuses the messages, the prompt is empty, or
@@ -102,7 +107,7 @@ def tokenise(
   source: Any = prompt
   texts: Any = completions
   rows = [
-    chats.render_completion(source, text, tokenizer, **options)
+    chats.render_completion(source, text, tokenizer, reasoning=reasoning, **options)
     for text in texts or [None]
   ]
   is_plain = isinstance(prompt, str) and not (
@@ -125,6 +130,7 @@ def tokenise(
     rows[0].prompt,
     tuple(row.completions[0][:end] for row, end in zip(answers, ends)),
     tuple(row.masks[0][:end] for row, end in zip(answers, ends)),
+    is_stripped=any(row.is_stripped for row in rows),
   )
 
 

@@ -53,6 +53,7 @@ class Report:
     mixed: one line for each part of a weighted mixture.
     forms: names of other libraries whose forms the records have.
     blank: number of fine-tuning records with an empty answer, which are kept.
+    stripped: number of kept records from which reasoning was removed.
     lengths: by limited part, how many kept records have at most 64 tokens after
       cutting, how many 65 to 128, and so on in steps of `UNIT`.
   """
@@ -73,6 +74,7 @@ class Report:
   mixed: Sequence[str] = ()
   forms: Sequence[str] = ()
   blank: int = 0
+  stripped: int = 0
   lengths: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
   @property
@@ -93,6 +95,7 @@ class Report:
       "truncated": self.truncated,
       "with an empty completion left out": self.empty,
       "with equal completions left out": self.equal,
+      "without their reasoning": self.stripped,
     }
     always = ("dropped", "truncated") if kind.name == "sft" else ()
     parts = [f"{self.records:,} {kind.noun}{part}: {self.kept:,} kept"]
@@ -151,7 +154,7 @@ def scan(
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
-  counts: dict[str, int] = dict.fromkeys((*names, "desirable", "blank"), 0)
+  counts: dict[str, int] = dict.fromkeys((*names, "desirable", "blank", "stripped"), 0)
   longest: dict[str, tuple[int, int]] = {}
   lengths: dict[str, Counter[int]] = defaultdict(Counter)  # {part: {tokens: records}}
   extra, libraries = None, set()
@@ -216,6 +219,7 @@ def _counts(
     "trained_tokens": sum(int(mask.sum()) for mask in fitted.masks),
     "desirable": int(bool(fitted.extra.get("label", False))),
     "blank": int(source.kind is SFT and _is_blank(source, index)),
+    "stripped": int(rendered.is_stripped),
   }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from tunix.data import render, stored
 from tunix.data.chat import Rendered
 from tunix.data.prompts import PromptText
+from tunix.data.reasoning import Reasoning
 from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -42,6 +43,8 @@ class Source:
     chat: True treats plain-text prompts as user turns of a chat. None does so if the
       tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
+    reasoning: treatment of trained turns that reason under a template that turns
+      reasoning off: "error", "strip" (trains the answer alone) or "keep".
   """
 
   records: Sequence[Mapping[str, Any]]
@@ -52,9 +55,11 @@ class Source:
   unusable: Unusable = "error"
   chat: bool | None = None
   template_kwargs: Mapping[str, Any] | None = None
+  reasoning: Reasoning = "error"
 
   def __post_init__(self):
-    for name, known in (("overlong", Overlong), ("unusable", Unusable)):
+    choices = {"overlong": Overlong, "unusable": Unusable, "reasoning": Reasoning}
+    for name, known in choices.items():
       if getattr(self, name) not in get_args(known):
         raise ValueError(
           f"{name} {getattr(self, name)!r} is unknown; use one of "
@@ -104,6 +109,7 @@ class Source:
       where=self.where(index),
       chat=self.chat,
       template_kwargs=self.template_kwargs,
+      reasoning=self.reasoning,
     )
 
   def fit(self, rendered: Rendered, index: int) -> Rendered | None:

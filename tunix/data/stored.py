@@ -206,7 +206,9 @@ class HeldRecords(Records):
 
   Such objects are a list, a `datasets.Dataset`, a `tensorflow_datasets` data source and
   a `grain.MapDataset`. Values are converted to JSON types: bytes to UTF-8 text, NumPy
-  arrays to lists.
+  arrays to lists. Nulls in the objects of a list stay. In all other sources they are
+  taken for filler and dropped, unless the features of the data set show that a null was
+  written.
   """
 
   def __init__(self, items: Any, kind: Kind = SFT, *, name: str, noun: str = "records"):
@@ -245,14 +247,22 @@ class HeldRecords(Records):
     if not isinstance(record, Mapping):
       return record  # `kind.read` refuses it
     where = self.where(index)
-    return {key: _plain(value, where) for key, value in record.items()}
+    record = {key: _plain(value, where) for key, value in record.items()}
+    if isinstance(self._items, list | tuple):
+      return record
+    features = getattr(self._items, "features", None)
+    features = features if isinstance(features, Mapping) else {}
+    return {k: _without_filler(v, features.get(k)) for k, v in record.items()}
 
   @functools.cached_property
   def fingerprint(self) -> str:
     """SHA-256 of all records in order, in hex."""
     digest = hashlib.sha256()
     for index in range(len(self)):
-      text = json.dumps(self.raw(index), sort_keys=True, default=repr)
+      record = self.raw(index)
+      if isinstance(record, Mapping):
+        record = {key: _without_nulls(value, key) for key, value in record.items()}
+      text = json.dumps(record, sort_keys=True, default=repr)
       digest.update(f"{text}\n".encode())
     return digest.hexdigest()
 
@@ -296,10 +306,41 @@ def _plain(value: Any, where: str) -> Any:
   if isinstance(value, np.ndarray | np.generic):
     return _plain(value.tolist(), where)
   if isinstance(value, Mapping):
-    # Columnar formats give every object the keys of all objects: a message without
-    # "name" is read back with "name": None.
-    present = {key: part for key, part in value.items() if part is not None}
-    return {key: _plain(part, where) for key, part in present.items()}
+    return {key: _plain(part, where) for key, part in value.items()}
   if isinstance(value, list | tuple):
     return [_plain(part, where) for part in value]
   return value
+
+
+def _without_filler(value: Any, feature: Any) -> Any:
+  """Drops the nulls that a columnar format added.
+
+  Such formats give every object of a column the keys of all its objects: a message
+  without "name" is read back with "name": None. A column that holds nothing but nulls
+  has the type null; some of these nulls were written, so all stay.
+
+  Args:
+    value: a value of JSON types.
+    feature: its type, a feature of `datasets`; None if it is unknown.
+  """
+  if isinstance(value, list):
+    inner = feature[0] if isinstance(feature, list) else feature
+    inner = getattr(inner, "feature", inner)
+    return [_without_filler(part, inner) for part in value]
+  if not isinstance(value, Mapping) or not isinstance(feature, Mapping | None):
+    return value  # a feature that is no mapping decodes objects from JSON
+  inner = feature or {}
+  return {
+    key: _without_filler(part, inner.get(key))
+    for key, part in value.items()
+    if part is not None or getattr(inner.get(key), "dtype", None) == "null"
+  }
+
+
+def _without_nulls(value: Any, key: str) -> Any:
+  """Drops the nulls that no rendering shows: all but those in arguments and schemas."""
+  if isinstance(value, list):
+    return [_without_nulls(part, key) for part in value]
+  if not isinstance(value, Mapping) or key in ("arguments", "tools"):
+    return value
+  return {k: _without_nulls(v, k) for k, v in value.items() if v is not None}

@@ -23,6 +23,7 @@ from tunix.rl.env.tools.calculator import calculate
 from tunix.rl.env.tools.jail import Jail
 from tunix.rl.env.tools.python_tool import PythonTool
 from tunix.rl.env.tools.search_tool import SearchTool
+from tunix.utils import text_files
 
 _CODE = re.compile(r"```(?:python)?\n(.*?)```", re.S)
 _CELLS = range(9)
@@ -98,7 +99,7 @@ def code(prompt: Any, tests: str) -> ToolEnv:
 
   def reward(messages: list[Message]) -> float:
     blocks = _CODE.findall(str(messages[-1]["content"]))
-    lines = [line for line in tests.splitlines() if line.strip()]
+    lines = [line for line in text_files.lines(tests) if line.strip()]
     if not blocks or not lines:
       return 0.0
     return sum(_passes(tool.jail, f"{blocks[-1]}\n{line}\n") for line in lines) / len(

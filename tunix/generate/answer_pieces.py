@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,3 +71,11 @@ def held_back(text: str, tag: str) -> int:
 def new_call_id() -> str:
   """Returns a fresh id in the form of OpenAI's."""
   return f"call_{secrets.token_hex(12)}"
+
+
+def parsed_json(text: str) -> Any:
+  """Returns the JSON value of a text; None if it is none."""
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    return None

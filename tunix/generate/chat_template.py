@@ -137,8 +137,8 @@ def render(
 
   Args:
     template: jinja source, as in a tokenizer's `chat_template`.
-    messages: dicts with "role", "content" and further keys that the template reads;
-      keys with the value None are left out.
+    messages: dicts with "role", "content" and further keys that the template reads.
+      Keys with the value None are left out, except "content" beside "tool_calls".
     add_generation_prompt: end with the header of the assistant's next turn.
     tools: JSON schemas of the tools that the model may call.
     documents: dicts with "title" and "text", for templates that quote them.
@@ -217,7 +217,9 @@ def _place(error: Exception) -> str:
 
 def _clean(message: Message) -> dict[str, Any]:
   """Drops keys with the value None, and stores reasoning under both common names."""
-  cleaned = {key: value for key, value in message.items() if value is not None}
+  # Some templates print the calls of a turn only if its content is none.
+  kept = ("content",) if message.get("tool_calls") else ()
+  cleaned = {k: v for k, v in message.items() if v is not None or k in kept}
   for key in _REASONING_KEYS:
     if key in cleaned:
       return {"thinking": cleaned[key], **cleaned, "reasoning_content": cleaned[key]}

@@ -12,12 +12,13 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tunix.generate import (
   chat_template as chat_templates,
+  messages as messages_lib,
   tokenizer_files,
   tokenizer_loading,
 )
@@ -52,6 +53,7 @@ class TokenizerAdapter:
     pad_token: str | None = None,
     eos_ids: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
+    message_form: Literal["plain", "given"] | None = None,
   ):
     """Wraps a tokenizer.
 
@@ -66,6 +68,9 @@ class TokenizerAdapter:
       eos_ids: further end-of-sequence ids, as in a model's generation_config.json.
       template_args: defaults of the chat template's variables, such as
         {"enable_thinking": False}. They become part of `chat_template`.
+      message_form: "plain" gives the chat template messages in the one form of
+        `tunix.generate.messages`; "given" as they are, without null fields. None: the
+        form of the other adapter, else "plain".
 
     Raises:
       ValueError: the object lacks methods, which the message names; it has no token of
@@ -81,8 +86,10 @@ class TokenizerAdapter:
       chat_template = chat_template or tokenizer._given_template
       eos_ids = (*eos_ids, *tokenizer._given_eos_ids)
       self._template_args = tokenizer._template_args | self._template_args
+      self._message_form = message_form or tokenizer._message_form
     else:
       self._backend = choose(tokenizer)
+      self._message_form = message_form or "plain"
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
     for role, text in given.items():
       if text is not None:
@@ -290,6 +297,26 @@ class TokenizerAdapter:
     stock = getattr(base, "__module__", "") == "transformers.tokenization_utils_base"
     return None if stock else renderer
 
+  def template_messages(
+    self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+  ) -> list[dict[str, Any]]:
+    """Returns messages in the form in which `apply_chat_template` renders them.
+
+    Args:
+      messages: dicts with "role" and "content".
+      tools: JSON schemas of tools; a tokenizer may have another template for them.
+
+    Raises:
+      ValueError: arguments of a tool call are no JSON object.
+    """
+    if self._message_form == "given":
+      return [messages_lib.present(message) for message in messages]
+    template = self.chat_template
+    form = messages_lib.CallForm()
+    if template:
+      form = messages_lib.call_form(_select(template, tools))
+    return messages_lib.for_template(messages, form)
+
   def apply_chat_template(
     self,
     messages: Sequence[Mapping[str, Any]],
@@ -312,9 +339,11 @@ class TokenizerAdapter:
         (`enable_thinking=False`, ...).
 
     Raises:
-      ValueError: there is no chat template, or it refuses the conversation.
+      ValueError: there is no chat template, it refuses the conversation, or as for
+        `template_messages`.
     """
     template = self.chat_template
+    messages = self.template_messages(messages, kwargs.get("tools"))
     if template:
       source = _select(template, kwargs.get("tools"))
       options = {**self._texts(), **kwargs, "now": now}

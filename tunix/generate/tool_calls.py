@@ -20,6 +20,7 @@ from tunix.generate.answer_pieces import (
   ToolCall as ToolCall,
   held_back,
   new_call_id,
+  parsed_json,
 )
 from tunix.generate.gemma_calls import (
   GEMMA_CALL as GEMMA_CALL,
@@ -179,7 +180,7 @@ class HermesReader:
 
   @staticmethod
   def _block(before: str, body: str, close: str) -> Piece:
-    call = _call(_parsed(body), new_call_id())
+    call = _call(parsed_json(body), new_call_id())
     if call is None:
       return Piece(content=f"{before}{OPEN_CALL}{body}{close}")
     return Piece(content=before.rstrip(), calls=(call,))
@@ -257,7 +258,7 @@ class MistralReader:
 
 
 def _listed_calls(text: str) -> tuple[ToolCall, ...]:
-  values = _parsed(text)
+  values = parsed_json(text)
   if not isinstance(values, list):
     return ()
   calls = [_call(value, short_call_id()) for value in values]
@@ -269,7 +270,7 @@ def _named_calls(text: str) -> tuple[ToolCall, ...]:
   for part in text.split(MISTRAL_CALLS):
     name, _, body = part.partition("{")
     name = name.replace(MISTRAL_ARGUMENTS, "").strip()
-    value = {"name": name, "arguments": _parsed("{" + body)}
+    value = {"name": name, "arguments": parsed_json("{" + body)}
     call = _call(value, short_call_id())
     if call is None or not re.fullmatch(r"[\w.\-]+", name):
       return ()
@@ -283,19 +284,11 @@ def _call(value: Any, call_id: str) -> ToolCall | None:
     return None
   arguments = value.get("arguments", value.get("parameters", {}))
   if isinstance(arguments, str):
-    arguments = _parsed(arguments)
+    arguments = parsed_json(arguments)
   if not isinstance(arguments, dict):
     return None
   text = json.dumps(arguments, ensure_ascii=False)
   return ToolCall(id=call_id, name=value["name"], arguments=text)
-
-
-def _parsed(text: str) -> Any:
-  """Returns the JSON value of a text; None if it is none."""
-  try:
-    return json.loads(text)
-  except (ValueError, RecursionError):
-    return None
 
 
 def short_call_id() -> str:

@@ -67,7 +67,8 @@ class Greedy(Sync):
 
   Raises:
     ValueError: the rollout engine cannot be used.
-    JournalError: the journal is damaged.
+    RecordError: the journal is damaged.
+    JournalError: it belongs to another run.
     FileNotFoundError: there is no journal to repeat.
   """
 

@@ -82,7 +82,8 @@ class Job:
     """Reads the groups that ended in an earlier process.
 
     Raises:
-      JournalError: the journal is damaged, or has other prompts.
+      RecordError: the journal is damaged.
+      JournalError: it has other prompts.
     """
     if journal is None:
       return

@@ -135,7 +135,7 @@ class Checkpoints:
     try:
       if adapted is not None:
         lora.save_adapter(adapted, staging / "adapter", base=self._base)
-      io.write_atomic(staging / "state", packed.pack({}, arrays))
+      packed.write(staging / "state", {}, arrays)
       size = sum(x.stat().st_size for x in staging.rglob("*") if x.is_file())
       now = datetime.datetime.now(datetime.UTC).isoformat()
       io.write_json(staging / "meta.json", {**meta, "time": now, "size_bytes": size})
@@ -176,9 +176,10 @@ class Checkpoints:
 
     Raises:
       NotFoundError: see `meta`.
+      RecordError: the arrays are damaged.
     """
     self.meta(place)
-    return packed.unpack((self._at(place) / "state").read_bytes())[1]
+    return packed.read(self._at(place) / "state")[1]
 
   def set_expiry(self, place: Place, ttl_seconds: int | None) -> None:
     """Sets the time after which a checkpoint is removed; None: never."""

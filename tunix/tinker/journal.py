@@ -1,99 +1,65 @@
-"""Append-only files whose records are on disk when `append` returns.
+"""Journals of requests and results, also those of earlier versions of tunix.
 
-A record is its length (uint32), its CRC-32 (uint32) and its bytes. A process that is
-killed inside `append` leaves a part of a record at the end; `Journal` cuts it off. Its
-request was never answered, so the client sends it again.
+A journal is a file of records (tunix/utils/record_file.py). In a journal of an earlier
+version, a record is the length of its bytes (uint32), their CRC-32 and the bytes.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import pathlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+
+from tunix.tinker import packed
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordFile
 
 _HEAD = struct.Struct("<II")
 
 
-class Journal:
-  """One append-only file.
+def opened(path: pathlib.Path) -> RecordFile:
+  """Returns a journal. One of an earlier version is first written anew.
 
-  Args:
-    file: the file; it is made if it does not exist.
-
-  Attributes:
-    records: the records that were in the file.
-    size: bytes of the file.
+  Raises:
+    RecordError: the journal is damaged.
   """
-
-  def __init__(self, file: pathlib.Path):
-    self.records: list[bytes] = []
-    data = file.read_bytes() if file.exists() else b""
-    self.size = 0
-    for record, end in _records(data):
-      self.records.append(record)
-      self.size = end
-    is_new = not file.exists()
-    self._path, self._file = file, file.open("ab")
-    if self.size < len(data):
-      self._file.truncate(self.size)
-    if is_new:
-      sync_folder(file.parent)
-
-  def append(self, record: bytes, *, sync: bool = True) -> None:
-    """Adds a record.
-
-    Args:
-      record: the bytes.
-      sync: wait until the disk has them. Without it they survive the end of the
-        process, but maybe not a loss of power.
-    """
-    data = framed(record)
-    if self._file.closed:
-      self._file = self._path.open("ab")
-    self._file.write(data)
-    self._file.flush()
-    if sync:
-      os.fdatasync(self._file.fileno())
-    self.size += len(data)
-
-  def close(self) -> None:
-    """Closes the file; `append` opens it again."""
-    self._file.close()
+  is_new = not path.exists()
+  if not is_new and _is_old(path):
+    # All are read before one is written.
+    record_file.write(path, list(_old_records(path)))
+  file = RecordFile(path)
+  if is_new:
+    io.sync_folder(path.parent)
+  return file
 
 
-def framed(record: bytes) -> bytes:
-  """Returns the bytes that a journal holds for a record."""
-  return _HEAD.pack(len(record), zlib.crc32(record)) + record
+def _is_old(path: pathlib.Path) -> bool:
+  with path.open("rb") as file:
+    start = file.read(2 * len(record_file.MAGIC))
+  # A torn record may end before the text by which the form is known.
+  is_new = record_file.MAGIC.startswith(start[: len(record_file.MAGIC)])
+  return not is_new and packed.is_packed(start[_HEAD.size :])
 
 
-def write_new(file: pathlib.Path, records: Iterable[bytes]) -> None:
-  """Writes a new journal with some records, and waits until the disk has it."""
-  with file.open("wb") as out:
-    for record in records:
-      out.write(framed(record))
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-  """Waits until the disk has the names of the files in a folder."""
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
-
-
-def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-  """Yields the whole records and the position after each of them."""
-  start = 0
-  while start + _HEAD.size <= len(data):
-    length, checksum = _HEAD.unpack_from(data, start)
-    end = start + _HEAD.size + length
-    record = data[start + _HEAD.size : end]
-    if len(record) < length or zlib.crc32(record) != checksum:
+def _old_records(path: pathlib.Path) -> Iterator[bytes]:
+  """Yields the records of an earlier version, without a torn one at the end."""
+  data, at = path.read_bytes(), 0
+  while len(data) - at >= _HEAD.size:
+    length, checksum = _HEAD.unpack_from(data, at)
+    record = data[at + _HEAD.size : at + _HEAD.size + length]
+    # A record is never empty, and the checksum of no bytes is 0.
+    if length and len(record) == length and zlib.crc32(record) == checksum:
+      yield record
+      at += _HEAD.size + length
+    elif len(record) == length or _begins_with(record, checksum):
+      raise record_file.damaged(path, at)
+    else:
       return
-    yield record, end
-    start = end
+
+
+def _begins_with(data: bytes, checksum: int) -> bool:
+  """Returns True if a beginning has this checksum: the record is not torn then."""
+  add = lambda known, byte: zlib.crc32(bytes([byte]), known)
+  return checksum in itertools.accumulate(data, add, initial=0)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.tinker.errors import NotFoundError
-from tunix.utils import io
+from tunix.utils import io, record_file
 
 
 class Records:
@@ -106,8 +106,12 @@ class Records:
     folder = self._root / kind
     folder.mkdir(parents=True, exist_ok=True)
     io.sweep(folder)
-    records = [json.loads(x.read_text("utf-8")) for x in sorted(folder.glob("*.json"))]
-    return {record["id"]: record for record in records}
+    records = {}
+    for file in sorted(folder.glob("*.json")):
+      with record_file.checked(file):
+        record = json.loads(file.read_text("utf-8"))
+        records[record["id"]] = record
+    return records
 
 
 def missing(what: str, id: str) -> NotFoundError:

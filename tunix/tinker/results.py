@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from tunix.tinker import packed
+
 Key = TypeVar("Key", bound=Hashable)
 
 _OVERHEAD = 1024  # bytes of a result besides its arrays, about
@@ -28,6 +30,18 @@ class Result:
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   error: str | None = None
   category: str = "user"
+
+  @classmethod
+  def of(cls, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Result:
+    """Returns the result of a record that was unpacked."""
+    kept = {name: meta[name] for name in ("values", "error", "category")}
+    return cls(**kept, arrays=arrays)
+
+  def record(self, **key: Any) -> bytes:
+    """Returns the record for a journal, with a key for the reader."""
+    meta = {"type": "result", **key, "values": dict(self.values)}
+    meta |= {"error": self.error, "category": self.category}
+    return packed.pack(meta, self.arrays)
 
   @property
   def nbytes(self) -> int:

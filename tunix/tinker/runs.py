@@ -20,7 +20,7 @@ import dataclasses
 import json
 import pathlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
 from tunix.tinker.learner import AdapterSpec, AdapterState
 from tunix.tinker.results import Result, Results
 from tunix.tinker.settings import TinkerSettings
-from tunix.utils import io
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordError, RecordFile
 
 # Bytes that a journal grows until the state is written, however few steps there were.
 _LARGE = 256 * 2**20
@@ -49,6 +50,11 @@ class Op:
   kind: str
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+  def record(self, **key: Any) -> bytes:
+    """Returns the record for a journal, with a key for the reader."""
+    meta = {"type": "op", **key, "kind": self.kind, "args": dict(self.args)}
+    return packed.pack(meta, self.arrays)
 
 
 class Run:
@@ -71,9 +77,11 @@ class Run:
 
   def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
     self.folder = folder
-    self.info = json.loads((folder / "info.json").read_text("utf-8"))
-    self.id, self.owner = self.info["id"], self.info["owner"]
-    self.spec = AdapterSpec(**self.info["spec"])
+    file = folder / "info.json"
+    with record_file.checked(file):
+      self.info = json.loads(file.read_text("utf-8"))
+      self.id, self.owner = self.info["id"], self.info["owner"]
+      self.spec = AdapterSpec(**self.info["spec"])
     self.state: AdapterState | None = None
     self.is_unloaded, self.steps = False, 0
     self.results = Results[int](settings.max_result_bytes)
@@ -81,16 +89,15 @@ class Run:
     self._retrieved: set[int] = set()
     self._waiting: dict[int, Op] = {}
     self._sums: dict[int, int] = {}
-    current = folder / "current"
-    self._generation = int(current.read_text()) if current.exists() else 0
+    self._generation = _generation_of(folder)
     self._remove_others()
     self.done = -1
     state = self._state_file()
     if state.exists():
-      meta, _ = packed.unpack(state.read_bytes())
+      meta, _ = packed.read(state)
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
-    self._journal = journal.Journal(folder / f"journal-{self._generation}")
-    self._read(self._journal.records)
+    self._journal = journal.opened(self._journal_file())
+    self._read(self._journal.records())
     self._began = 0  # bytes of the journal when its generation began
     if self.is_unloaded:
       self.close()
@@ -101,7 +108,7 @@ class Run:
   ) -> Run:
     """Makes the folder of a new run."""
     io.write_json(folder / "info.json", dict(info))
-    journal.sync_folder(folder.parent)
+    io.sync_folder(folder.parent)
     return cls(folder, settings)
 
   def accept(self, number: int, op: Op) -> None:
@@ -110,7 +117,7 @@ class Run:
     Raises:
       ConflictError: another request had this number.
     """
-    record = _op_record(number, op)
+    record = op.record(number=number)
     checksum = zlib.crc32(record)
     known = self._sums.get(number)
     if known is not None and known != checksum:
@@ -120,7 +127,7 @@ class Run:
       )
     if self.is_known(number):
       return
-    self._journal.append(record)
+    self._journal.append(record, sync=True)
     self._waiting[number] = op
     if op.kind != "refused":  # the cause may be gone when the client tries again
       self._sums[number] = checksum
@@ -158,7 +165,7 @@ class Run:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
       # Not synced: after a loss of power the request is computed again.
-      self._journal.append(_result_record(number, result), sync=False)
+      self._journal.append(result.record(number=number))
       self.results[number] = result
     self.done = number
     del self._waiting[number]
@@ -208,7 +215,7 @@ class Run:
     """
     meta = {"done": self.done, "is_unloaded": self.is_unloaded}
     file = self.folder / f"state-{self._generation + 1}"
-    io.write_atomic(file, packed.pack(meta, arrays))
+    packed.write(file, meta, arrays)
 
   def switch(self) -> None:
     """Begins the next generation, whose state was written after the last request."""
@@ -217,25 +224,23 @@ class Run:
       self.results.pop(number)
       self._retrieved.discard(number)
     number = self._generation + 1
-    records = [_result_record(n, x) for n, x in self.results.items()]
-    records += [_op_record(n, x) for n, x in sorted(self._waiting.items())]
-    journal.write_new(self.folder / f"journal-{number}", records)
-    journal.sync_folder(self.folder)
+    records = [x.record(number=n) for n, x in self.results.items()]
+    records += [x.record(number=n) for n, x in sorted(self._waiting.items())]
+    file = self.folder / f"journal-{number}"
+    record_file.write(file, records)
     io.write_atomic(self.folder / "current", str(number).encode())
-    journal.sync_folder(self.folder)
     self._journal.close()
-    self._generation = number
-    self._journal = journal.Journal(self.folder / f"journal-{number}")
-    self._journal.records.clear()
+    self._generation, self._journal = number, RecordFile(file)
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
+    io.sync_folder(self.folder)
     self._remove_others()
     self.steps = 0
 
   def stored_state(self) -> dict[str, np.ndarray] | None:
     """Returns the arrays of the last `write_state`, or None."""
     file = self._state_file()
-    return packed.unpack(file.read_bytes())[1] if file.exists() else None
+    return packed.read(file)[1] if file.exists() else None
 
   def close(self) -> None:
     """Closes the journal's file until the next request."""
@@ -244,43 +249,43 @@ class Run:
   def _state_file(self) -> pathlib.Path:
     return self.folder / f"state-{self._generation}"
 
-  def _read(self, records: list[bytes]) -> None:
+  def _journal_file(self) -> pathlib.Path:
+    return self.folder / f"journal-{self._generation}"
+
+  def _read(self, records: Iterable[bytes]) -> None:
     for record in records:
       meta, arrays = packed.unpack(record)
       number = meta["number"]
       if meta["type"] == "result":
-        self.results[number] = Result(
-          values=meta["values"],
-          arrays=arrays,
-          error=meta["error"],
-          category=meta["category"],
-        )
+        self.results[number] = Result.of(meta, arrays)
       elif number > self.done:
         op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
         self._waiting[number] = op
         if op.kind != "refused":
           self._sums[number] = zlib.crc32(record)
-    records.clear()
 
   def _remove_others(self) -> None:
     """Removes files of other generations, which a killed process may have left."""
-    mine = {f"state-{self._generation}", f"journal-{self._generation}"}
+    mine = {self._state_file().name, self._journal_file().name}
     for file in self.folder.iterdir():
       if file.name.startswith(("state-", "journal-")) and file.name not in mine:
         file.unlink()
 
 
-def _op_record(number: int, op: Op) -> bytes:
-  meta = {"type": "op", "number": number, "kind": op.kind, "args": dict(op.args)}
-  return packed.pack(meta, op.arrays)
+def _generation_of(folder: pathlib.Path) -> int:
+  """Returns the number of the generation in use.
 
-
-def _result_record(number: int, result: Result) -> bytes:
-  meta = {
-    "type": "result",
-    "number": number,
-    "values": dict(result.values),
-    "error": result.error,
-    "category": result.category,
-  }
-  return packed.pack(meta, result.arrays)
+  Raises:
+    RecordError: its files are not there. A wrong number would remove the right ones.
+  """
+  file = folder / "current"
+  if not file.exists():
+    return 0
+  text = file.read_text(errors="replace")
+  names = [f"state-{text}", f"journal-{text}"]
+  if not text.isdecimal() or not all((folder / name).exists() for name in names):
+    raise RecordError(
+      f"{file} is {text!r}; expected the number of a state and a journal beside it. "
+      "Write this number into the file"
+    )
+  return int(text)

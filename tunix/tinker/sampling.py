@@ -6,7 +6,6 @@ import collections
 import concurrent.futures
 import hashlib
 import logging
-import os
 import pathlib
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +26,8 @@ from tunix.tinker.errors import NotFoundError, NotServedError, TinkerError
 from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.results import Result, Results
 from tunix.tinker.runs import Op
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
 _WORKERS = 64  # requests that are in the engine's queue at the same time
@@ -146,6 +147,7 @@ class Sampler:
     self._tickets: dict[str, Ticket] = {}
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
+    io.sweep(folder)
     self._file = folder / "requests"
     self._journal = self._reopened()
     self._workers = concurrent.futures.ThreadPoolExecutor(_WORKERS, "tinker sampler")
@@ -173,7 +175,7 @@ class Sampler:
     with self._lock:
       if id in self._open or id in self._results:
         return
-      self._journal.append(_op_record(id, op))
+      self._journal.append(op.record(id=id), sync=True)
       self._open[id] = op
     self._workers.submit(self._run, id, op)
 
@@ -236,7 +238,7 @@ class Sampler:
     with self._lock:
       if self._closes:  # likewise
         return
-      self._journal.append(_result_record(id, result), sync=False)
+      self._journal.append(result.record(id=id))
       self._results[id] = result
       self._open.pop(id, None)
       self._tickets.pop(id, None)
@@ -264,36 +266,27 @@ class Sampler:
     while len(self._retrieved) > _KEPT_RESULTS:
       self._results.pop(self._retrieved.popleft())
 
-  def _reopened(self) -> journal.Journal:
+  def _reopened(self) -> RecordFile:
     """Reads the journal of the process before, and returns a new one."""
-    log = journal.Journal(self._file)
-    for record in log.records:
+    log = journal.opened(self._file)
+    for record in log.records():
       meta, arrays = packed.unpack(record)
       if meta["type"] == "op":
         self._open[meta["id"]] = Op(kind="sample", args=meta["args"], arrays=arrays)
         continue
       self._open.pop(meta["id"], None)
-      self._results[meta["id"]] = Result(
-        values=meta["values"],
-        arrays=arrays,
-        error=meta["error"],
-        category=meta["category"],
-      )
+      self._results[meta["id"]] = Result.of(meta, arrays)
     log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
       self._results.pop(id)
     return self._compacted()
 
-  def _compacted(self) -> journal.Journal:
+  def _compacted(self) -> RecordFile:
     """Returns a new journal with the open requests and the results that are kept."""
-    records = [_op_record(id, op) for id, op in self._open.items()]
-    records += [_result_record(id, x) for id, x in self._results.items()]
-    new = self._file.with_suffix(".new")
-    journal.write_new(new, records)
-    os.replace(new, self._file)
-    journal.sync_folder(self._file.parent)
-    log = journal.Journal(self._file)
-    log.records.clear()
+    records = [op.record(id=id) for id, op in self._open.items()]
+    records += [x.record(id=id) for id, x in self._results.items()]
+    record_file.write(self._file, records)
+    log = RecordFile(self._file)
     self._began = log.size
     return log
 
@@ -352,18 +345,3 @@ def _result(op: Op, ticket: Ticket, completions: list[Any]) -> Result:
   return Result(
     values={"stop_reasons": ends, "cached_tokens": ticket.cached_tokens}, arrays=arrays
   )
-
-
-def _op_record(id: str, op: Op) -> bytes:
-  return packed.pack({"type": "op", "id": id, "args": dict(op.args)}, op.arrays)
-
-
-def _result_record(id: str, result: Result) -> bytes:
-  meta = {
-    "type": "result",
-    "id": id,
-    "values": dict(result.values),
-    "error": result.error,
-    "category": result.category,
-  }
-  return packed.pack(meta, result.arrays)

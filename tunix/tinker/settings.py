@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from tunix.utils import checks
+from tunix.utils import checks, text_files
 
 _PREFIX = "tml-"  # the client refuses API keys without it
 
@@ -98,7 +98,7 @@ def read_keys(file: pathlib.Path) -> dict[str, str]:
     ValueError: a line has another form, or a name is there twice.
   """
   keys: dict[str, str] = {}
-  for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+  for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
     parts = line.split()
     if not parts or line.startswith("#"):
       continue

@@ -10,14 +10,19 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 # Name of an unfinished file: its final name, host and process id, a random number.
 _UNFINISHED = re.compile(r".+\.(?P<host>[^.]+)-(?P<pid>\d+)-[0-9a-f]{8}\.partial")
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
   """Writes a file under a temporary name, syncs it, and renames it into place.
+
+  Args:
+    path: the file.
+    data: its bytes, or their parts in order.
 
   Raises:
     OSError: the disk is full or not writable. An old file is unchanged.
@@ -27,13 +32,23 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
   temporary = target.parent / unfinished(target.name)
   try:
     with temporary.open("xb") as file:
-      file.write(data)
+      for part in [data] if isinstance(data, bytes) else data:
+        file.write(part)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, target)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+  """Waits until the disk has the names of the files in a folder."""
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
 
 
 def unfinished(name: str) -> str:

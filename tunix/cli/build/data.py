@@ -18,7 +18,7 @@ from tunix.cli.build import (
   widths as build_widths,
 )
 from tunix.cli.run import fingerprints
-from tunix.cli.settings.data import RowSettings
+from tunix.cli.settings.data import RowSettings, StreamSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import pipeline
 from tunix.data.mixture import Mixture
@@ -48,6 +48,8 @@ def _source(
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
+  if isinstance(data, StreamSettings):
+    options["reasoning"] = data.reasoning or "error"
   layout: Any = layout_type(kind)
   return Source(
     records=records,
@@ -68,7 +70,7 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
   Args:
     keys: argument -> key, besides those of the section `data`.
   """
-  names = {"overlong": "data.overlong", "chat": "data.chat", **keys}
+  names = {n: f"data.{n}" for n in ("overlong", "chat", "reasoning")} | dict(keys)
   try:
     yield
   except ValueError as error:
@@ -265,6 +267,7 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
   limits = (settings, source.overlong, source.chat, source.template_args)
+  limits = (*limits, source.reasoning)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))

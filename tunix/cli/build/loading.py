@@ -19,6 +19,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, quantisation
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
+from tunix.utils import text_files
 from tunix.utils.setting import shared_values
 
 _TOKENIZER = "tokenizer.json"
@@ -111,9 +112,11 @@ class ModelLoader:
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
     if objects.is_name(source):
-      return TokenizerAdapter(objects.get(source), **options)
-    revision = model.revision if source == model.path else None
-    return named_tokenizer("tokenizer.path", source, revision=revision, **options)
+      loaded = TokenizerAdapter(objects.get(source), **options)
+    else:
+      revision = model.revision if source == model.path else None
+      loaded = named_tokenizer("tokenizer.path", source, revision=revision, **options)
+    return TokenizerAdapter(loaded, message_form=settings.messages)
 
   def sizes(self) -> Any:
     """Returns the ModelConfig of the model, with the options of the configuration.
@@ -278,7 +281,7 @@ def _read_template(name: str) -> str:
       f"tokenizer.chat_template {name!r}: no such file; give a file of jinja source"
     )
   try:
-    return file.read_text("utf-8")
+    return text_files.read(file)
   except UnicodeDecodeError as error:
     raise ValueError(
       f"tokenizer.chat_template {name!r} is no UTF-8 text ({error}). Give a file of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate import text_size
 from tunix.generate.engine_sampler import sampler_of
-from tunix.utils import terminal
+from tunix.utils import terminal, text_files
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,10 +76,10 @@ def _read_prompts(name: str) -> list[str]:
     OSError: the file cannot be read.
   """
   if name == "-":
-    text = sys.stdin.read()
+    text = sys.stdin.read().removeprefix("\ufeff")
   else:
-    text = pathlib.Path(name).expanduser().read_text("utf-8")
-  lines = [(i, x) for i, x in enumerate(text.splitlines(), 1) if x.strip()]
+    text = text_files.read(name)
+  lines = [(i, x) for i, x in enumerate(text_files.lines(text), 1) if x.strip()]
   if not lines:
     raise ValueError(f"--prompt_file is {name}, which is empty; write a prompt a line")
   if not name.endswith(".jsonl"):

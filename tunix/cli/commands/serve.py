@@ -24,7 +24,7 @@ from tunix.serve.settings import TOOL_FORMATS, ServeSettings
 from tunix.tinker import app as tinker_app
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings, read_keys
-from tunix.utils import env, mesh as mesh_lib, optional
+from tunix.utils import env, mesh as mesh_lib, optional, text_files
 
 KEY = "TUNIX_API_KEY"
 _MAX_TOKENS = 2048
@@ -159,7 +159,7 @@ def read_key(file: str | None) -> str | None:
   """
   if file is None:
     return env.value(KEY)
-  return pathlib.Path(file).expanduser().read_text("utf-8").strip()
+  return text_files.read(file).strip()
 
 
 def _name_of(model: str) -> str:

@@ -24,7 +24,11 @@ _HEADER = (
 
 # Keys that older versions did not have, with the values that stand for what they did.
 # A run whose config.yaml lacks such a key resumes with this value.
-_FORMER = {"data.pad_to": "max_length"}
+_FORMER = {
+  "data.pad_to": "max_length",
+  "data.reasoning": "keep",
+  "tokenizer.messages": "given",
+}
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:

@@ -21,6 +21,7 @@ from tunix.sft.best import Best
 from tunix.sft.history import History
 from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
 from tunix.sft.metrics_records import split_event
+from tunix.utils import text_files
 
 # "train_loss", "eval_loss", "train_accuracy", ...: the metrics of all jobs.
 _METRICS = tuple(
@@ -140,7 +141,7 @@ def read_history(logs: pathlib.Path) -> History:
   """
   columns: dict[str, tuple[list[int], list[float]]] = {}
   for file in (logs / METRICS_FILE, logs / TIMINGS_FILE):
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in text_files.lines(file.read_text()) if file.is_file() else ():
       record = json.loads(line)
       step, mode = record.pop("step"), record.pop("mode")
       for metric, value in record.items():

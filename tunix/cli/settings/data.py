@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tunix.data import files, mixture
+from tunix.data.reasoning import Reasoning
 from tunix.data.rows import OneRow, check_lengths
 from tunix.generate import chat_template
 from tunix.utils import checks
@@ -94,11 +95,16 @@ class StreamSettings(DataSettings):
       have one length each. max_length pads every row to data.max_length. It changes
       memory, speed and last bits, not results. null: longest. data.packing and
       data.length_buckets have row lengths of their own.
+    reasoning: what happens to trained turns that reason under a chat template that
+      turns reasoning off, such as {enable_thinking: false} in data.template_args. error
+      ends the command, strip trains the answers without their reasoning, keep trains
+      the reasoning, which no rollout begins with. null: error.
   """
 
   scan_limit: int | None = setting(None, may_change=True)
   num_threads: int = setting(1, may_change=True)
   pad_to: Literal["longest", "max_length"] | None = None
+  reasoning: Reasoning | None = None
 
   def __post_init__(self):
     super().__post_init__()

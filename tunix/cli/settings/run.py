@@ -92,6 +92,11 @@ class TokenizerSettings:
       a model of Qwen3. They are written into the chat template of the export, so
       `tunix chat` and other programs use them too. data.template_args and the records
       override them.
+    messages: plain gives the chat template all messages in one form, which the server
+      uses too: developer is the role system, arguments of tool calls are objects, or
+      texts if the template joins texts, and a turn of tool calls without text has the
+      content that the template tests for. given changes nothing, as versions before
+      this key did. null: plain.
   """
 
   path: str | None = setting(
@@ -101,6 +106,7 @@ class TokenizerSettings:
     None, path="read", may_change=True, fingerprint="chat_template"
   )
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  messages: Literal["plain", "given"] | None = None
 
   def __post_init__(self):
     chat_template.check_defaults(self.template_args, "template_args")

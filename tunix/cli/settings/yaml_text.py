@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tunix.cli.settings.convert import describe
+from tunix.utils import text_files
 
 BASE_NAME = "base_config.yaml"
 BASE_PATH = pathlib.Path(__file__).parents[1] / BASE_NAME
@@ -30,7 +31,7 @@ def read_file(name: str) -> dict[str, Any]:
     what = "a folder" if path.is_dir() else what
     raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
   try:
-    text = path.read_text(encoding="utf-8")
+    text = text_files.read(path)
   except UnicodeDecodeError as error:
     raise ValueError(f"{name} is no UTF-8 text: give a YAML file") from error
   value = parse(text, name)
@@ -44,7 +45,7 @@ def read_file(name: str) -> dict[str, Any]:
 def key_lines(name: str) -> dict[str, int]:
   """Returns {dotted key: line, from 1} of a file that `read_file` reads."""
   found: dict[str, int] = {}
-  node = yaml.compose(_place(name).read_text(encoding="utf-8"), Loader=_Loader)
+  node = yaml.compose(text_files.read(_place(name)), Loader=_Loader)
   _note_lines(node, "", found)
   return found
 

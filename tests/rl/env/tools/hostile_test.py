@@ -38,8 +38,9 @@ SITUATIONS = [
 @pytest.fixture(scope="module")
 def python():
   """A Python that every user can run."""
-  for path in (sys.executable, "/usr/bin/python3"):
-    folders = [pathlib.Path(path), *pathlib.Path(os.path.realpath(path)).parents]
+  # The folder of a virtual environment, which links to a Python, may be closed.
+  for path in map(os.path.realpath, (sys.executable, "/usr/bin/python3")):
+    folders = [pathlib.Path(path), *pathlib.Path(path).parents]
     is_open = all(x.exists() and x.stat().st_mode & 0o001 for x in folders)
     code = "import ctypes, sys; sys.exit(sys.version_info < (3, 11))"
     if is_open and not subprocess.run([path, "-c", code], check=False).returncode:

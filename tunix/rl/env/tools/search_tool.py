@@ -95,7 +95,7 @@ def _read(path: pathlib.Path) -> list[Any]:
     ValueError: a line is no JSON.
   """
   documents = []
-  with path.open(encoding="utf-8") as file:
+  with path.open(encoding="utf-8-sig") as file:
     for number, line in enumerate(file, start=1):
       if not line.strip():
         continue

@@ -1,0 +1,44 @@
+"""Only a line feed ends a line, and a byte order mark is no text, in every reader."""
+
+import json
+
+import pytest
+
+from tunix.cli.commands import generate, serve
+from tunix.cli.settings import yaml_text
+from tunix.rl.env.tools import search_tool
+from tunix.tinker.settings import read_keys
+from tunix.utils import text_files
+
+ODD = "a\u2028b\x85c\fd\ve\x1cf\rg"
+
+
+@pytest.mark.parametrize(
+  ("text", "lines"),
+  [
+    ("", []),
+    ("\n", [""]),
+    ("a", ["a"]),
+    ("a\n", ["a"]),
+    ("a\r\n\r\nb\r\n", ["a", "", "b"]),
+    (f"{ODD}\n{ODD}", [ODD, ODD]),
+  ],
+)
+def test_lines(text, lines):
+  assert text_files.lines(text) == lines
+
+
+@pytest.mark.parametrize(
+  ("read", "text", "value"),
+  [
+    (generate._read_prompts, f"{ODD}\n\n{ODD}\r\n", [ODD, ODD]),
+    (read_keys, "ann tml-a\n", {"ann": "tml-a"}),
+    (serve.read_key, "secret\n", "secret"),
+    (yaml_text.read_file, f"a: {json.dumps(ODD)}\n", {"a": ODD}),
+    (search_tool._read, f"{json.dumps(ODD, ensure_ascii=False)}\n", [ODD]),
+  ],
+)
+def test_readers(tmp_path, read, text, value):
+  file = tmp_path / "a.txt"
+  file.write_bytes(("\ufeff" + text).encode())
+  assert read(file if read in (read_keys, search_tool._read) else str(file)) == value
