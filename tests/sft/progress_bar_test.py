@@ -137,6 +137,7 @@ def test_phases_are_lines_before_the_first_step_and_every_ten_seconds(
   seconds = 15.0
   bar.phase("evaluating", 0, 30)
   seconds = 25.0
+  bar.phase("sampling")
   bar.phase("evaluating", 9, 30)
   bar.phase("")
   assert capsys.readouterr().err.splitlines() == [

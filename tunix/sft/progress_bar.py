@@ -151,8 +151,9 @@ class _Lines:
 
   def phase(self, text: str, *, is_new: bool) -> None:
     now = time.monotonic()
-    has_begun = self._written_at >= 0
-    if (is_new and not has_begun) or now - self._phase_at >= self.SECONDS:
+    # After the first step only a phase that lasts is worth a line.
+    is_due = self._written_at < 0 if is_new else now - self._phase_at >= self.SECONDS
+    if is_due:
       self._phase_at = now
       self._say(text)
 
