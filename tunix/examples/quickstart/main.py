@@ -1,8 +1,8 @@
 """`tunix quickstart`: fine-tuning, GRPO and a report on this machine, no download.
 
 A fresh small model is fine-tuned on sums until two thirds or more of its answers are
-right, then GRPO reinforces right answers. Each step is a command of `tunix` that is printed
-and run.
+right, then GRPO reinforces right answers. Each step is a command of `tunix` that is
+printed and run.
 """
 
 from __future__ import annotations
