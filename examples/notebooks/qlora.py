@@ -16,7 +16,7 @@
 # %% [markdown]
 # ## One call
 # `quantize="nf4"` replaces the matrices of the base by 4-bit codes and a scale for each
-# block of weights. A folder is quantised while it is read, one matrix at a time, so the
+# block of weights. A folder is quantized while it is read, one matrix at a time, so the
 # whole model in full precision is never in memory. The adapters learn the form
 # `[[08]]`.
 
@@ -113,5 +113,5 @@ sorted(path.name for path in (OUTPUT / "merged").iterdir())
 # %% [markdown]
 # ## Try this
 # - Compare `quantize="int8"` and `quantize="int4"`: errors, bytes and curves.
-# - Quantise a base that was trained for 100 steps. Does rounding cost it more answers?
+# - Quantize a base that was trained for 100 steps. Does rounding cost it more answers?
 # - Set `lora={"rank": 1}`. Is rank 1 still enough to correct the rounding?

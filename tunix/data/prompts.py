@@ -1,6 +1,6 @@
 """Prompts with columns for reinforcement learning: their layout and their batches.
 
-Prompts stay text, because the rollout engine tokenises them together with the
+Prompts stay text, because the rollout engine tokenizes them together with the
 completions. Batches are dicts of lists: "prompts" and one list for each column.
 """
 

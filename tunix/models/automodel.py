@@ -68,10 +68,10 @@ class AutoModel:
       remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
         default.
       num_scores: if not None, the model is a critic or a reward model: a head with
-        `num_scores` outputs replaces the unembedding. The head is initialised randomly
+        `num_scores` outputs replaces the unembedding. The head is initialized randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
       quantize: "nf4", "int4", "int8", "mxfp4" or a `QuantisationConfig`: the layers'
-        kernels are quantised when they are read, as a base for training adapters. With
+        kernels are quantized when they are read, as a base for training adapters. With
         "mxfp4" these are the experts of a mixture, and experts that the folder holds in
         MXFP4 keep their numbers.
       quantise: another name of `quantize`.

@@ -47,7 +47,7 @@ def quantize(
   """Returns a model with quantised kernels that shares all else with `model`.
 
   One kernel is converted at a time. `AutoModel.from_pretrained(..., quantize=)`
-  quantises while reading, and never holds the whole model at full size.
+  quantizes while reading, and never holds the whole model at full size.
 
   Args:
     model: a model without adapters and without quantised kernels. It is unchanged.
@@ -78,7 +78,7 @@ def quantize(
 def quantise_kernel(
   kernel: jax.Array, spec: tuple[Any, ...], config: QuantisationConfig
 ) -> QuantisedKernel:
-  """Quantises one kernel [*stack, in, out] on the devices that hold it.
+  """Quantizes one kernel [*stack, in, out] on the devices that hold it.
 
   Args:
     kernel: the kernel.
@@ -140,7 +140,7 @@ def _is_router(path: str) -> bool:
 
 
 class OnLoad:
-  """Quantiser of kernels that are being loaded.
+  """Quantizer of kernels that are being loaded.
 
   The loader passes each array through `packed`, and the loaded model through `finish`.
   The peak of memory is the quantised model and one parameter at full size.
@@ -160,7 +160,7 @@ class OnLoad:
     self.kernels: dict[str, QuantisedKernel] = {}
 
   def packed(self, path: str, value: jax.Array) -> jax.Array:
-    """Quantises a kernel and returns its scales as a placeholder until `finish`.
+    """Quantizes a kernel and returns its scales as a placeholder until `finish`.
 
     An array that is not to be quantised is returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""The data of the charts on a page: which curves a chart draws, and in which colour."""
+"""The data of the charts on a page: which curves a chart draws, and in which color."""
 
 from __future__ import annotations
 

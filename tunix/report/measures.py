@@ -52,7 +52,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
   ),
   "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
   "Episodes": (r"episodes/.*", r"env/.*"),
-  "Optimisation": (r"learning_rate", r"grad_norm", r"trained_tokens"),
+  "Optimization": (r"learning_rate", r"grad_norm", r"trained_tokens"),
   "Speed and memory": (
     r"tokens_per_sec",
     r"steps_per_sec",
@@ -138,7 +138,7 @@ def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
 def without_single_charts(
   sections: Mapping[str, list[Measure]],
 ) -> dict[str, list[Measure]]:
-  """Joins every section of one chart with a neighbour, which fills its row.
+  """Joins every section of one chart with a neighbor, which fills its row.
 
   Args:
     sections: what `arrange` returns.

@@ -263,7 +263,7 @@ class PeftTrainer(BaseTrainer):
     """Trains until the data, `max_steps` or patience ends.
 
     A resumed run continues at its place in the data. If the data has ended, calling
-    `train` again restarts the data; the step count continues towards `max_steps`. A
+    `train` again restarts the data; the step count continues toward `max_steps`. A
     script with several calls resumes in the interrupted call: completed calls return at
     once.
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _OF_TOKENS = "in supervised fine-tuning on tokens"
 METRICS = (
-  Metric("loss", "of the loss", "value that the job minimises", known_as=SAME),
+  Metric("loss", "of the loss", "value that the job minimizes", known_as=SAME),
   Metric("perplexity", "1", "exp(loss)", "train, eval", _OF_TOKENS, SAME),
   Metric("grad_norm", "1", "norm of the gradient, before clipping", "train", "", SAME),
   Metric(
@@ -391,7 +391,7 @@ def matmul_params(
 def _numbers(name: str, x: Any) -> int:
   """Returns the number of weights that an array stores.
 
-  A quantised kernel is stored as codes and scales; only the codes count. 4-bit codes
+  A quantized kernel is stored as codes and scales; only the codes count. 4-bit codes
   are two in a byte (dtype uint8), 8-bit codes have the dtype int8.
   """
   if name.endswith("kernel.scales"):

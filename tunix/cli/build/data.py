@@ -136,7 +136,7 @@ def scan_records(
   records: dict[str, Records],
   kept: dict[str, dict[int, Any]] | None = None,
 ) -> dict[str, Any]:
-  """Checks the fields of every record, then renders and tokenises the records.
+  """Checks the fields of every record, then renders and tokenizes the records.
 
   Rendering stops after `data.scan_limit` records where the job has this key.
 

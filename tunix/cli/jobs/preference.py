@@ -75,7 +75,7 @@ class DPOSettings(ResponseSettings):
 
   Attributes:
     loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/trainers/dpo.md has them all.
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     label_smoothing: probability that a preference label is wrong, for losses that take
       it.
     options: further options of the loss, such as {"gamma": 1.0} of simpo; no key of
@@ -180,7 +180,7 @@ class PreferenceRun(StreamRun):
       object.__setattr__(self, name, dataclasses.replace(section, **values))
 
   def kind(self, *, training: bool) -> Kind:
-    """Returns pairs or labelled completions, for training and evaluation alike."""
+    """Returns pairs or labeled completions, for training and evaluation alike."""
     del training
     return self.records
 

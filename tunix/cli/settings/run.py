@@ -351,7 +351,7 @@ class RunSettings(abc.ABC):
     if self.model.quantize is not None and self.lora is None:
       raise ValueError(
         f"model.quantize is {self.model.quantize!r} and lora.rank is not set; "
-        "quantised weights are not trained. Set lora.rank (8, for example)"
+        "quantized weights are not trained. Set lora.rank (8, for example)"
       )
     if self.compilation_cache_key is not None and self.compilation_cache is None:
       raise ValueError(

@@ -268,7 +268,7 @@ class AdapterBank:
       )
 
   def _free(self, name: str, rank: int) -> np.ndarray:
-    """Returns free columns for an adapter; they need not be neighbours."""
+    """Returns free columns for an adapter; they need not be neighbors."""
     free = np.flatnonzero(self._owner == _FREE)
     if free.size >= rank:
       return free[:rank]

@@ -78,7 +78,7 @@ class DPOTrainingConfig(CompletionsConfig):
       arXiv:2403.07691).
     loss: a name of `tunix.ops.preference.PAIR_LOSSES`, a PairLossSpec, or a function
       (PairScores, *, options) -> values [B].
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     label_smoothing: probability that a preference label is wrong, for losses that
       take it.
     lambda_orpo: weight of the odds ratio in the loss "orpo"; other losses ignore it.
