@@ -83,7 +83,7 @@ WRONG = {
   "export --run {d}/run --to {d}/x --private": "add --push-to-hub",
   "export --run {d}/run --to {d}/x --push-to-hub=x/y": "checkpoint",
   "export --run {d}/model --to {d}/x": "output_dir",
-  "train --help optimizer": "did you mean optimizer?",
+  "train --help optimiser": "did you mean optimizer?",
   "trian": "did you mean train?",
   "data shw": "show or scan",
   "init sfft": "'sfft'",
