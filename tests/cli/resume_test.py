@@ -16,6 +16,7 @@ from tests.cli.errors_test import copy_model
 from tunix.cli import config as config_lib
 from tunix.cli.build import data as build_data, loading
 from tunix.cli.run import lock as run_lock
+from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import prepare
 from tunix.cli.run.result import Result, how_to_train_longer
 from tunix.models import tensor_files
@@ -212,10 +213,12 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
   former = {"data__pad_to": "max_length", "data__reasoning": "keep"}
   assert train(long | former, tokenizer__messages="given") == 0
   text = (out / "config.yaml").read_text()
-  for line in ("pad_to: max_length", "reasoning: keep", "messages: given"):
+  added = "pad_to: max_length", "reasoning: keep", "messages: given", "add_bos: null"
+  for line in added:
     assert f"  {line}\n" in text
     text = text.replace(f"  {line}\n", "")
   (out / "config.yaml").write_text(text)
+  assert RunFolder(out).read_config().tokenizer.add_bos is True
 
   def shapes(**more):
     data = check(long, training__max_steps=3, **more)

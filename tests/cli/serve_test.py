@@ -251,7 +251,7 @@ def test_proxies_reach_the_server():
 def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
   served = []
   monkeypatch.delenv("TUNIX_API_KEY", raising=False)
-  monkeypatch.setattr(Engine, "warm_up", lambda self, constraints: None)
+  monkeypatch.setattr(Engine, "warm_up", lambda self, **_: None)
   take = lambda driver, *_, **__: served.append(driver)
   monkeypatch.setattr(serve.server, "serve", take)
   assert not runs.tunix("serve", folder, "--draft_model", folder, *words)

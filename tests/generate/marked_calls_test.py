@@ -100,7 +100,6 @@ def test_gemma4_letter_by_letter():
     ("granite", "<|tool_call|>[1]"),
     ("granite", '<|tool_call|>{"name": "add"'),
     ("granite", '<|tool_call|>[{"name": "add", "arguments": 3}]<|/tool_call|>'),
-    ("phi4_mini", 'functools[{"name": "add", "arguments": {}}] and more'),
     ("phi4_mini", "functools[0]"),
     ("phi4_mini", "functools.partial"),
     ("olmo3", "<function_calls>add(1)</function_calls>"),

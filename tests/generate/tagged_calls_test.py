@@ -52,6 +52,72 @@ def test_the_schema_says_what_a_value_is(write):
   assert read(form, write(count="1").removesuffix("</tool_call>"))[1]
 
 
+def deep(kind, depth):
+  schema = {"type": kind}
+  for _ in range(depth):
+    schema = {"anyOf": [schema]}
+  return schema
+
+
+TYPED = [  # schema, text, value
+  ({"enum": ["1", "2"]}, "1", "1"),
+  ({"enum": [1, 2]}, "1", 1),
+  ({"enum": [1, "auto"]}, "1", 1),
+  ({"enum": [1, "1"]}, "1", "1"),
+  ({"enum": [None, "1"]}, "null", None),
+  ({"const": "1"}, "1", "1"),
+  ({"const": None}, "null", None),
+  ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "1", "1"),
+  ({"allOf": [{"type": ["string", "integer"]}, {"type": "integer"}]}, "1", 1),
+  ({"$ref": "#/$defs/text"}, "1", "1"),
+  ({"$ref": "#/definitions/a~1b"}, "1", "1"),
+  ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "1", "1"),
+  ({"$ref": "#/$defs/loop"}, "1", 1),
+  (deep("string", 20), "1", "1"),
+  (deep("string", 5000), "1", 1),  # deeper than the reader looks
+  ({"$ref": "#/$defs/missing"}, "1", 1),
+  ({"$ref": "https://example.com/text"}, "1", 1),
+  ({"$ref": 3, "allOf": {}, "enum": "x"}, "1", 1),
+]
+
+
+@pytest.mark.parametrize("schema, text, value", TYPED, ids=range(len(TYPED)))
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm4"])
+def test_types_that_other_keys_of_a_schema_name(form, schema, text, value):
+  loop = {"anyOf": [{"$ref": "#/$defs/loop"}] * 99, "allOf": [{"$ref": "#/$defs/loop"}]}
+  tool = {
+    "properties": {"a": schema},
+    "$defs": {"text": {"enum": ["1"]}, "loop": loop},
+    "definitions": {"a/b": {"type": "string"}},
+  }
+  write = {"qwen3_coder": qwen, "glm4": glm}[form]
+  reader = tool_calls.tool_reader(form, {"add": tool})
+  (call,) = (reader.push(write(a=text)) + reader.end()).calls
+  assert json.loads(call.arguments) == {"a": value}
+
+
+@pytest.mark.parametrize("after", ["", "\n", " Now?", "\n</tool_call>"])
+def test_qwen3_coder_without_its_opening_tag(after):
+  call = qwen(text="7").removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+  said = after.removesuffix("\n</tool_call>")
+  wanted = ("I add." + said).strip(), [("add", {"text": "7"})]
+  assert read("qwen3_coder", f"I add.\n{call}{after}") == wanted
+  twice = [("add", {"text": "7"})] * 2
+  assert read("qwen3_coder", call + after + qwen(text="7")) == (said.rstrip(), twice)
+
+
+def test_the_end_mark_in_a_value_is_a_part_of_it():
+  value = "</tool_call>\n</function>"
+  assert read("qwen3_coder", qwen(text=value)) == ("", [("add", {"text": value})])
+  assert read("glm4", glm(text=value)) == ("", [("add", {"text": value})])
+  mark = "</function_calls>"
+  calls = f"<function_calls>add(text={mark!r})\nadd(){mark}"
+  assert read("olmo3", calls) == ("", [("add", {"text": mark}), ("add", {})])
+  mark = "<tool_call|>"
+  calls = f'<|tool_call>call:add{{text:<|"|>{mark}<|"|>}}{mark}'
+  assert read("gemma4", calls) == ("", [("add", {"text": mark})])
+
+
 def test_without_new_lines():
   assert read("glm4", glm("add", "", text=" 7", count=" 7")) == (
     "",

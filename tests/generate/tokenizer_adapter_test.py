@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 
 from tests import toys_text
+from tunix.data import chat
 from tunix.generate import chat_template
 from tunix.generate.tokenizer_adapter import Tokenizer, TokenizerAdapter
 
@@ -186,6 +187,8 @@ def test_files_of_other_shapes_are_read(tmp_path):
   assert TokenizerAdapter.from_pretrained(again).chat_template == adapter.chat_template
   given = TokenizerAdapter.from_pretrained(folder, chat_template="mine")
   assert given.apply_chat_template(CHAT) == "mine"
+  given.save(again)  # a variant of the earlier template would be used for tools
+  assert TokenizerAdapter.from_pretrained(again).chat_template == "mine"
 
 
 def test_damaged_or_absent_files_are_named(tmp_path, monkeypatch):
@@ -271,6 +274,52 @@ def test_own_renderers_are_used():
   adapter = TokenizerAdapter(Chatty())
   assert adapter.has_chat_template()
   assert adapter.apply_chat_template([{"content": "a"}], end="!") == "a!"
+
+
+def processed(kind):
+  """A tokenizer whose post-processor puts BOS before a text, does not, or is none."""
+  rust = toys_text.bpe()
+  if kind == "adds":
+    rust.post_processor = tokenizers.processors.TemplateProcessing(
+      single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+  elif kind == "adds none":
+    rust.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+  return rust
+
+
+@pytest.mark.parametrize(
+  "kind, follows", [("adds", True), ("adds none", False), ("none", True)]
+)
+def test_plain_text_gets_bos_as_the_tokenizer_itself_gives_it(kind, follows, tmp_path):
+  hello = processed(kind).encode("hello", add_special_tokens=False).ids
+  adapter = TokenizerAdapter(processed(kind), bos_token="<s>")
+  assert adapter.add_bos  # a BOS token that is given is wanted
+  adapter.save(tmp_path)
+  assert TokenizerAdapter.from_pretrained(tmp_path).add_bos
+  config = tmp_path / "tokenizer_config.json"
+  fields = json.loads(config.read_text())
+  assert fields.pop("add_bos_token", None) == (None if follows else True)
+  config.write_text(json.dumps(fields))
+  for given, adds in ((None, follows), (True, True), (False, False)):
+    one = TokenizerAdapter.from_pretrained(tmp_path, add_bos=given)
+    for adapter in (one, TokenizerAdapter(one)):
+      bos = [1] if adds else []
+      assert adapter.tokenize("hello", add_eos=False).tolist() == [*bos, *hello]
+      assert adapter.tokenize("<s>hello", add_eos=False).tolist() == [1, *hello]
+      row = chat.render({"text": "hello"}, TokenizerAdapter(adapter, eos_token="</s>"))
+      assert row.tokens.tolist() == [*bos, *hello, 2]
+
+
+@pytest.mark.parametrize("kind", ["adds", "adds none", "none"])
+def test_a_text_that_begins_with_bos_gets_no_second_one(kind):
+  adapter = TokenizerAdapter(processed(kind), bos_token="<s>")
+  plain = adapter.encode("hello")
+  for count in (1, 2):  # the text itself may have two
+    text = "<s>" * count + "hello"
+    assert adapter.encode(text, add_special_tokens=True) == [1] * count + plain
+  bare = TokenizerAdapter(Letters())
+  assert bare.encode("b", add_special_tokens=True)[0] == bare.bos_id()
 
 
 def test_tokenizer_by_type_and_path(tmp_path):

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tunix.generate import tool_calls
 from tunix.generate.tool_calls import (
-  HermesReader,
   Llama3Reader,
-  MistralReader,
   Piece,
   PlainReader,
   ReasoningReader,
+  hermes_reader,
+  mistral_reader,
 )
 from tunix.serve.settings import ToolFormat
 
@@ -49,11 +49,11 @@ def test_tags_inside_an_answer_are_text():
 
 
 def test_hermes_calls():
-  piece = read(HermesReader(), f"I add.\n{CALL}\n{CALL}")
+  piece = read(hermes_reader(), f"I add.\n{CALL}\n{CALL}")
   assert piece.content == "I add."
   assert calls(piece) == [("add", {"a": 1})] * 2
   assert len({call.id for call in piece.calls}) == 2
-  unclosed = read(HermesReader(), CALL.removesuffix("</tool_call>"))
+  unclosed = read(hermes_reader(), CALL.removesuffix("</tool_call>"))
   assert calls(unclosed) == [("add", {"a": 1})]
 
 
@@ -62,7 +62,7 @@ def test_hermes_calls():
 )
 def test_hermes_blocks_that_are_no_calls_stay_text(body):
   text = f"x <tool_call>{body}</tool_call>"
-  assert read(HermesReader(), text) == Piece(content=text)
+  assert read(hermes_reader(), text) == Piece(content=text)
 
 
 def test_llama3_calls():
@@ -77,16 +77,16 @@ def test_llama3_calls():
 
 def test_mistral_calls():
   old = 'x [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
-  piece = read(MistralReader(), old)
+  piece = read(mistral_reader(), old)
   assert piece.content == "x" and calls(piece) == [("add", {"a": 1})]
   assert len(piece.calls[0].id) == 9  # what Mistral's templates demand
   new = '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": {"c": 2}}'
-  assert calls(read(MistralReader(), new)) == [
+  assert calls(read(mistral_reader(), new)) == [
     ("add", {"a": 1}),
     ("sub", {"b": {"c": 2}}),
   ]
   broken = "[TOOL_CALLS]add[ARGS]{"
-  assert read(MistralReader(), broken) == Piece(content=broken)
+  assert read(mistral_reader(), broken) == Piece(content=broken)
 
 
 TEXTS = st.lists(
@@ -103,8 +103,9 @@ TEXTS = st.lists(
       "</function_calls>",
       *("<code>", "</code>", "<function=add>", "<parameter=a>", "</parameter>"),
       *("</function>", "<arg_key>a</arg_key>", "<arg_value>1</arg_value>"),
-      "[THINK]",
-      "[/THINK]",
+      *("[THINK]", "[/THINK]", '"', "\\", '"x": "', "[CALL_ID]", "functools["),
+      *(', "arguments": {"a": "</tool_call>"}}', "to=functions.add<|message|>"),
+      *("<|call|>", "<|start|>", "<|channel|>final<|message|>"),
     ]
   ),
   max_size=8,
@@ -114,7 +115,7 @@ TEXTS = st.lists(
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 @hypothesis.given(TEXTS, st.lists(st.integers(0, 80), max_size=8), st.booleans())
 @pytest.mark.parametrize(
-  "tool_format", sorted({*typing.get_args(ToolFormat)} - {"auto", "harmony"})
+  "tool_format", sorted({*typing.get_args(ToolFormat)} - {"auto"})
 )
 def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_open):
   places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]

@@ -101,6 +101,24 @@ def test_source_gives_tokenizer_and_token_ids(tmp_path):
   assert not (tmp_path / "x").exists()
 
 
+def test_what_a_source_holds_and_a_model_does_not_change_is_kept(tmp_path):
+  source = checkpoints.copy("llama3p1", tmp_path / "source")
+  (source / "additional_chat_templates").mkdir()
+  (source / "additional_chat_templates" / "rag.jinja").write_text("rag")
+  unknown = {"use_cache": True, "our_notes": {"a": [1]}, "transformers_version": "4.40"}
+  dropped = {"quantization_config": {"bits": 4}, "auto_map": {"AutoModel": "x.Y"}}
+  dropped["partial_rotary_factor"] = 0.5  # would be read as another model
+  model = AutoModel.from_pretrained(source)
+  checkpoints.change_config(source, **unknown, **dropped)
+  for out in (tmp_path / "out", source):
+    save_pretrained(model, out, source=source)
+    hf = json.loads((out / "config.json").read_text())
+    assert {name: hf[name] for name in unknown} == unknown
+    assert not hf.keys() & dropped.keys()
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
+    assert AutoModel.from_pretrained(out).config == model.config
+
+
 def test_more_fields_and_old_shards(tmp_path):
   model = toys.model()
   save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000)

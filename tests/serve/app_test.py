@@ -104,6 +104,8 @@ def test_unknown_paths_methods_and_large_bodies():
     error_of(made.call("POST", PATH, headers=kind, content=parts()), 413)
     error = error_of(made.post(PATH, {"prompt": [1, 2, 3, 4]}), 400)
     assert error["code"] == "context_length_exceeded"
+    error = error_of(made.post(PATH, {"prompt": [1], "max_tokens": 256}), 400)
+    assert "maximum context length of this server is 256" in error["message"]
 
 
 def test_a_full_server_says_when_to_come_back():

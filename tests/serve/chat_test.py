@@ -15,6 +15,7 @@ TOOLS = [
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
   }
 ]
+SHOWS_TOOLS = "{{ messages[0].content }}{{ '' if tools }}"  # a template
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -103,7 +104,7 @@ def test_a_prompt_may_open_the_reasoning():
 
 
 def test_the_schema_of_a_tool_says_what_a_tagged_value_is():
-  template = "{{ messages[0].content }}{# <function= #}"
+  template = SHOWS_TOOLS + "{# <function= #}"
   tokenizer = toys_text.chat_tokenizer("plain")
   tokenizer = type(tokenizer)(tokenizer, chat_template=template)
   text = "so <tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n"
@@ -125,7 +126,7 @@ def test_mistral_marks_are_special_tokens():
   """The engine's text has no special tokens; the marks come from the ids."""
   raw = toys_text.bpe()
   raw.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
-  template = "{{ messages[0].content }}{# [TOOL_CALLS] #}"
+  template = SHOWS_TOOLS + "{# [TOOL_CALLS] #}"
   adapter = type(toys_text.chat_tokenizer("plain"))
   tokenizer = adapter(raw, chat_template=template, eos_token="</s>")
   engine = FakeEngine(tokenizer, text='so é [TOOL_CALLS]add[ARGS]{"a": 1}')
@@ -152,7 +153,7 @@ def test_marks_of_reasoning_are_special_tokens(opening, closing, mark, call):
   raw = toys_text.bpe()
   raw.add_special_tokens([*tool_calls.THINK_TOKENS, *tool_calls.GEMMA_MARKS])
   raw.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
-  template = "{{ messages[0].content }}{# " + mark + " #}"
+  template = SHOWS_TOOLS + "{# " + mark + " #}"
   adapter = type(toys_text.chat_tokenizer("plain"))
   tokenizer = adapter(raw, chat_template=template, eos_token="</s>")
   text = f"{opening}so é{closing}yes"
@@ -327,6 +328,9 @@ def test_templates_that_refuse_and_models_without_one():
     messages = [*MESSAGES, *MESSAGES]
     error = error_of(made.post(PATH, {"messages": messages}), 400)
     assert error["code"] == "chat_template_error" and "alternate" in error["message"]
+    error = error_of(made.post(PATH, {"messages": MESSAGES, "tools": TOOLS}), 400)
+    assert error["param"] == "tools" and "a template that prints" in error["message"]
+    chat(made, tools=TOOLS, tool_choice="none")
   with server(FakeEngine(toys_text.chat_tokenizer(None))) as made:
     error = error_of(made.post(PATH, {"messages": MESSAGES}), 400)
     assert error["code"] == "no_chat_template"

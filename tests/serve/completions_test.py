@@ -6,6 +6,25 @@ from tests.serve.serving import error_of, server
 PROMPT = [60, 61, 62, 63]
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 50])
+def test_log_probabilities_of_characters_in_several_tokens(rounds):
+  text = "naïve \U0001f600\U0001f601 日本 and \ufffd on"
+  with server(FakeEngine(text=text, rounds=rounds)) as made:
+    body = {"prompt": PROMPT, "max_tokens": 99, "logprobs": 1}
+    whole = made.post("/v1/completions", body).json()["choices"][0]
+    parts = [e["choices"][0] for e in made.events("/v1/completions", body)]
+    messages = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+    chat = made.post("/v1/chat/completions", messages).json()["choices"][0]
+  *data, _ = [bytes(x["bytes"]) for x in chat["logprobs"]["content"]]
+  assert b"".join(data) == text.encode() and len(data) > len(text)
+  # The place of a token is the number of characters that end before it.
+  before = [b"".join(data[:i]).decode(errors="ignore") for i in range(len(data) + 1)]
+  offsets = list(map(len, before))
+  assert whole["text"] == text and whole["logprobs"]["text_offset"] == offsets
+  assert [x for part in parts for x in part["logprobs"]["text_offset"]] == offsets
+  assert all(text.startswith(some) for some in before)
+
+
 @pytest.fixture(scope="module")
 def running():
   with server() as made:

@@ -68,6 +68,17 @@ def test_the_page_is_one_file():
   assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]
 
 
+def test_the_page_makes_no_markup_of_text():
+  page = importlib.resources.files("tunix.serve").joinpath("page.html").read_text()
+  readers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc"
+  readers += r"|createContextualFragment|setHTML|\beval\(|new Function|javascript:"
+  assert not re.findall(readers, page)
+  # Elements, attributes and handlers have fixed names.
+  assert set(re.findall(r"createElement\((.*?)\)", page)) == {"tag"}
+  assert all(call.startswith('"') for call in re.findall(r"[^n] element\((.)", page))
+  assert not re.findall(r"setAttribute\((?!\")|\bon\w+ ?=", page)
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 @browser
@@ -107,6 +118,32 @@ def test_a_conversation(tab, engine):
     assert "What is a sea?" not in prompt_of(engine, 2)
     assert engine.submitted[2].adapter == "short"
     assert tab.run("document.querySelector('.assistant .name').textContent") == "short"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@browser
+def test_what_a_model_wrote_is_text(tab):
+  wrote = "</textarea><script>document.title='x'</script>\x1b[31m\u2028&lt;&#60;b>"
+  wrote += "<img src=x onerror=document.title='x'><a href=javascript:alert(1)>a</a>"
+  engine = FakeEngine(text=f"<think>{wrote}</think>{wrote}", rounds=3)
+  engine.config = Config(max_tokens=2048)
+  engine.loaded[wrote] = None  # the name of an adapter
+  with listening(engine) as (address, _, _):
+    open_page(tab, address, models=2)
+    title = tab.run("document.title")
+    tab.run("document.getElementById('model').selectedIndex = 1")
+    say(tab, "Hello")
+    tab.wait(f"{IS_IDLE} && {REPLIES}.length === 1")
+    assert tab.run(REPLIES) == [wrote]
+    assert tab.run("document.querySelector('.thought .text').textContent") == wrote
+    assert tab.run("document.querySelector('.assistant .name').textContent") == wrote
+    engine.failing = wrote
+    say(tab, "Again")
+    tab.wait("!document.getElementById('problem').hidden")
+    assert wrote in problem(tab)
+    assert tab.run("document.querySelectorAll('main :is(script, img, a)').length") == 0
+    assert tab.run("document.title") == title
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 import pytest
 
-from tests.serve.fake_engine import logprob
+from tests.generate.tokenizer_adapter_test import processed
+from tests.serve.fake_engine import FakeEngine, logprob
 from tests.serve.serving import error_of, server
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 PATH = "/inference/v1/generate"
 IDS = [60, 61, 62]
@@ -34,6 +36,17 @@ def test_tokenize_and_back(running):
     ("/detokenize", {}),
   ):
     error_of(running.post(path, bad), 400)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one():
+  tokenizer = TokenizerAdapter(processed("adds"), bos_token="<s>", eos_token="</s>")
+  with server(FakeEngine(tokenizer)) as made:
+    for text in ("hello", "<s>hello"):
+      ids = tokenizer.tokenize("hello", add_eos=False).tolist()
+      assert made.post("/tokenize", {"prompt": text}).json()["tokens"] == ids
+      body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
+      (choice,) = made.post("/v1/completions", body).json()["choices"]
+      assert choice["prompt_token_ids"] == ids
 
 
 def test_what_clients_ask_of_the_tokenizer(running):

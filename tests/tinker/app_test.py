@@ -62,7 +62,7 @@ def clients():
   settings = TinkerSettings(keys=keys, wait_seconds=0.2, max_pending=4)
   service = Service(base(), settings, name="toy")
   driver = FakeDriver(FakeEngine()).start()
-  chosen = ServeSettings(max_body_bytes=10_000)
+  chosen = ServeSettings(max_body_bytes=200_000)
   app = make_app(driver, chosen, more=tinker_app.routes(service))
   yield {name: Client(app, key) for name, key in {**keys, "eve": "tml-eve"}.items()}
   service.close()
@@ -172,7 +172,7 @@ def test_refusals_have_names(clients):
   wrong = ann.post("optim_step", model_id=model, seq_id="1")
   assert "seq_id is '1'; expected an integer" in wrong.json()["error"]["message"]
   assert ann("POST", "telemetry", {"events": []}).json() == {"status": "accepted"}
-  large = ann.post("telemetry", events=["x" * 20_000])
+  large = ann.post("telemetry", events=["x" * 200_000])
   assert large.status_code == 413
   assert ann("POST", "create_session", content=b"x").status_code == 415
   for number in (2, 3, 4, 5):
@@ -215,6 +215,13 @@ def test_the_settings_of_the_command(tmp_path):
     serve._tinker_settings(made("--tinker", "--tp", 2))
 
 
+def bomb(window):
+  """A frame of zstd of 128 KiB that inflates to 4 GiB of zeros."""
+  head = b"\x28\xb5\x2f\xfd" + bytes([0, (window - 10) << 3])
+  zeros = (2**17 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"  # a block: 2^17 times 0
+  return head + 2**15 * zeros
+
+
 @pytest.mark.parametrize("knows_size", [True, False])
 def test_compressed_bodies_are_whole(clients, knows_size):
   zstandard = pytest.importorskip("zstandard")
@@ -225,10 +232,15 @@ def test_compressed_bodies_are_whole(clients, knows_size):
     "POST", "client/config", headers=headers, content=data
   )
   assert send(body).status_code == 200
-  for cut, message in ((body[:-3], "ends early"), (b"[]", "no zstd data")):
+  for cut, message in (
+    (body[:-3], "ends early"),
+    (b"[]", "no zstd data"),
+    (bomb(window=27), "too much memory"),
+  ):
     answer = send(cut)
     assert answer.status_code == 400 and message in answer.text
-  answer = send(press(bytes(20_000)))
+  assert send(bomb(window=17)).status_code == 413
+  answer = send(press(bytes(200_001)))
   assert answer.status_code == 413
 
 

@@ -22,6 +22,7 @@ def main(root: str, port: str) -> None:
   keys = {f"tenant{i}": f"tml-{i}" for i in range(8)}
   settings = TinkerSettings(
     max_models=10_000,  # a client that is killed leaves its model loaded
+    max_starts=100,  # kills are frequent here, and no fault of a request
     root=pathlib.Path(root),
     lora_alpha=8.0,
     snapshot_steps=3,
@@ -34,6 +35,8 @@ def main(root: str, port: str) -> None:
     ServeSettings(port=int(port)),
     more=tinker_app.routes(service),
     on_start=lambda address: print("serving", address, flush=True),
+    on_stop=service.close,
+    ends_process=True,
   )
 
 

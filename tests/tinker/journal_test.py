@@ -116,7 +116,7 @@ def test_a_flipped_bit_of_a_json_file_is_refused_by_name_or_gives_another_value(
   folder = folder_of(before)
   (session,) = (before / "sessions").iterdir()
   opened = {folder / "info.json": lambda: Run(folder, SETTINGS).close()}
-  opened[session] = lambda: Records(before)
+  opened[session] = lambda: Records(before, 9)
   for file, opens in opened.items():
     opens()
     data, refused = file.read_bytes(), 0

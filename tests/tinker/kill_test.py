@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from tunix.tinker import packed
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.runs import Run
 from tunix.tinker.settings import TinkerSettings
+from tunix.utils.record_file import RecordFile
 
 tinker = pytest.importorskip("tinker")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -146,6 +148,7 @@ def arrays_at(root: pathlib.Path, path: str) -> bytes:
 def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate):
   """Kills a server of several tenants, whose folder an earlier version has begun."""
   journal_test.unpack(folder / "served")
+  before = journal_test.folder_of(folder / "served")
   server = Server(folder / "served")
   choose = random.Random(0)
   with contextlib.ExitStack() as stack:
@@ -159,12 +162,12 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
       is_over = server.kills >= kills if until is None else time.monotonic() > until
       if is_over:
         break
-      before = [x.step for x in threads]
+      steps_before = [x.step for x in threads]
       server.kill()
       # On a slow machine no checkpoint fits between two kills. Every second kill waits
       # for one, and the other kills hit a server that starts or compiles.
       if server.kills % 2:
-        wait_for_a_checkpoint(threads, before, until)
+        wait_for_a_checkpoint(threads, steps_before, until)
     for thread in threads:
       if until is not None:
         thread.ends.set()
@@ -175,7 +178,7 @@ def drill(folder, *, tenants, steps, kills=None, seconds=None, pause, kill_rate)
     found = arrays_at(folder / "served", thread.path)
     assert thread.step == steps or until is not None
     assert found == alone(thread.number, thread.step, folder / f"alone{thread.number}")
-  old = Run(journal_test.folder_of(folder / "served"), TinkerSettings())
+  old = Run(before, TinkerSettings())
   assert old.result(7).error is None and old.pending == 1
   return server.kills
 
@@ -190,6 +193,70 @@ def wait_for_a_checkpoint(threads, before, until):
 def test_a_killed_server_applies_each_step_once(tmp_path):
   kills = drill(tmp_path, tenants=2, steps=40, kills=2, pause=(1.0, 2.0), kill_rate=0.0)
   assert kills == 2
+
+
+STUCK = """
+import pathlib, sys, threading
+from tests.serve.fake_engine import FakeDriver, FakeEngine
+from tests.tinker.serving import base
+from tunix.serve import server
+from tunix.serve.settings import ServeSettings
+from tunix.tinker import app
+from tunix.tinker.executor import Executor
+from tunix.tinker.service import Service
+from tunix.tinker.settings import TinkerSettings
+
+def execute(*_):
+  print("begun", flush=True)
+  threading.Event().wait()
+
+server._GRACE = server._LAST = 0.1
+Executor.execute = execute
+engine = FakeEngine()
+engine.hold_at = 0
+driver = FakeDriver(engine).start()
+settings = TinkerSettings(root=pathlib.Path(sys.argv[1]), wait_seconds=60)
+service = Service(base(), settings, name="toy", driver=driver)
+server.serve(
+  driver,
+  ServeSettings(port=0, drain_timeout=0.2),
+  more=app.routes(service),
+  on_start=lambda address: print(address, flush=True),
+  on_stop=service.close,
+  ends_process=True,
+)
+"""
+
+
+def test_a_stop_ends_in_time_whatever_runs_and_costs_no_start(tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-c", STUCK, str(tmp_path)],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  url = process.stdout.readline().strip() + "/api/v1/"
+  post = lambda path, **body: httpx.post(url + path, json=body, timeout=60).json()
+  session = post("create_session")["session_id"]
+  prompt = {"chunks": [{"tokens": [1, 2]}]}
+  post("create_sampling_session", session_id=session, sampling_session_seq_id=0)
+  sampler = f"{session}:sample:0"
+  post("asample", sampling_session_id=sampler, seq_id=0, prompt=prompt)
+  lora, number = {"rank": 1}, {"session_id": session, "model_seq_id": 0}
+  post("create_model", lora_config=lora, base_model="toy", **number)
+  assert process.stdout.readline().strip() == "begun"
+  begin = time.monotonic()
+  process.terminate()
+  assert process.wait(60) == 0
+  assert time.monotonic() - begin < 5
+  process.stdout.close()
+  (run,) = [Run(x, TinkerSettings()) for x in (tmp_path / "runs").iterdir()]
+  assert (run.next()[1].kind, run.begin(0)) == ("create_model", 0)
+  run.close()
+  journal = RecordFile(tmp_path / "samples/requests", reads=True)
+  read = [packed.unpack(x) for x in journal.records()]
+  journal.close()
+  assert [meta.get("count") for meta, _ in read] == [None, 1, 0]
 
 
 @pytest.mark.slow

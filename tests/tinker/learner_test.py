@@ -183,5 +183,5 @@ def test_wrong_rows():
     check(target_tokens=np.array([1, 600, 2]))
   with pytest.raises(TinkerError, match=r"shape \[3, 2\].*Several targets"):
     check(target_tokens=np.ones((3, 2), int))
-  with pytest.raises(TinkerError, match="weights has NaN"):
+  with pytest.raises(TinkerError, match="weights has the value nan"):
     check(target_tokens=tokens, weights=np.array([1, np.nan, 1]))

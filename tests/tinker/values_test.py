@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from tunix.tinker import sampling, wire
-from tunix.tinker.errors import TinkerError
+from tunix.tinker import data, losses, operations, sampling_values, wire
+from tunix.tinker.errors import QuotaError, TinkerError
+from tunix.tinker.settings import TinkerSettings
 
 PROMPT = np.arange(4)
 
@@ -18,6 +19,8 @@ PROMPT = np.arange(4)
     ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1"),
     ({"topk_sample_logprobs": 10**6}, "topk_sample_logprobs is 1000000"),
     ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4; expected .* 1 to 3"),
+    ({"num_samples": 1024, "topk_sample_logprobs": 128}, "expected a product of at m"),
+    ({"sampling_params": {"top_p": "x", "seed": [1]}}, "seed is .1.; expected an int"),
     ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
     ({"sampling_params": {"max_tokens": 10**9}}, "max_tokens is 1000000000"),
     ({"sampling_params": {"stop": {"a": 1}}}, "stop is .*expected a text, a list"),
@@ -30,7 +33,7 @@ PROMPT = np.arange(4)
 )
 def test_sampling_arguments_out_of_range(changes, message):
   with pytest.raises(TinkerError, match=message):
-    sampling.check(changes, PROMPT, 64)
+    sampling_values.check(changes, PROMPT, 64, 2**20)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_sampling_arguments_out_of_range(changes, message):
   ],
 )
 def test_stops(stop, ids, texts):
-  read = sampling.check({"sampling_params": {"stop": stop}}, PROMPT, 64)
+  read = sampling_values.check({"sampling_params": {"stop": stop}}, PROMPT, 64, 2**20)
   assert (read["stop_ids"], read["stop_strings"]) == (ids, texts)
 
 
@@ -54,6 +57,62 @@ def test_stops(stop, ids, texts):
 def test_ids_are_integers_of_32_bits(tokens):
   with pytest.raises(TinkerError, match="tokens"):
     wire.model_input({"chunks": [{"tokens": tokens}]})
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "message"),
+  [
+    ("target_tokens", 2.5, "target_tokens has the value 2.5; expected integers"),
+    ("target_tokens", 1e30, "expected integers"),
+    ("mask", -0.5, "mask has the value -0.5; expected numbers from 0 to 1"),
+    ("mask", 2.0, "mask has the value 2.0"),
+    ("weights", 1e300, "weights has the value .*expected finite numbers"),
+    ("logprobs", float("-inf"), "logprobs has the value -inf; expected finite"),
+    ("advantages", float("nan"), "advantages has the value nan; expected finite"),
+  ],
+)
+def test_values_of_a_datum(name, value, message):
+  inputs = {
+    x: np.ones(2) for x in ("target_tokens", "weights", "logprobs", "advantages")
+  }
+  row = data.Row(tokens=PROMPT[:2], inputs=inputs | {name: np.array([1.0, value])})
+  with pytest.raises(TinkerError, match=message):
+    data.check_rows([row], "ppo", vocab_size=9, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+  ("params", "message"),
+  [
+    ({"learning_rate": -1e-3}, "learning_rate is -0.001"),
+    ({"learning_rate": float("nan")}, "learning_rate is nan"),
+    ({"beta1": 1}, "beta1 is 1"),
+    ({"eps": "1"}, "eps is '1'"),
+    ({"rate": 1}, "unexpected keyword"),
+    ([1], "adam_params is .*expected an object"),
+    (None, "adam_params is missing"),
+  ],
+)
+def test_settings_of_an_update(params, message):
+  with pytest.raises(TinkerError, match=message):
+    operations.update(params)
+
+
+@pytest.mark.parametrize(
+  "config", [{"beta": -1}, {"beta": 10**400}, {"beta": True}, {"beta": "1"}, [1], "x"]
+)
+def test_the_configuration_of_a_loss(config):
+  with pytest.raises(TinkerError, match=r"loss_fn_config.*expected"):
+    losses.configured("dro", config)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(3, 1), (1, 11), (2, 6)])
+def test_rows_and_tokens_of_a_request_have_limits(count, tokens):
+  limits = TinkerSettings(max_rows=2, max_request_tokens=10)
+  row = data.Row(tokens=np.ones(tokens, int), inputs={})
+  with pytest.raises(QuotaError, match=r"has \d+ (rows|tokens); expected at most"):
+    operations.gradient(
+      [row] * count, "ppo", None, backward=True, vocab_size=9, limits=limits
+    )
 
 
 @pytest.mark.parametrize("shape", [[3], [-1, -2], ["2"], [2.0], "2", {"a": 2}, 2])

@@ -331,7 +331,7 @@ def _tokenise(
     tokens += ids
     mask += [int(segment.trained)] * len(ids)
   bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
-  if add_bos and bos is not None and tokens[:1] != [bos]:
+  if add_bos and tokenizer.add_bos and bos is not None and tokens[:1] != [bos]:
     tokens, mask = [bos, *tokens], [0, *mask]
   if add_eos and eos is None:
     raise ValueError(

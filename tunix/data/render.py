@@ -113,10 +113,13 @@ def tokenise(
   is_plain = isinstance(prompt, str) and not (
     tokenizer.has_chat_template() if chat is None else chat
   )
-  if is_plain and not prompt and tokenizer.bos_id() is None:
+  if is_plain and not prompt and not tokenizer.tokenize("", add_eos=False).size:
+    has_bos = tokenizer.bos_id() is not None
+    remedy = ", or set add_bos (tokenizer.add_bos: true)" if has_bos else ""
     raise ValueError(
-      f"{where}: the prompt is empty and the tokenizer has no BOS, so that no token "
-      "precedes the completion; drop the record"
+      f"{where}: the prompt is empty and the tokenizer {'puts' if has_bos else 'has'} "
+      f"no BOS before a text, so that no token precedes the completion; drop the record"
+      f"{remedy}"
     )
   # A loss compares completions of one prompt. If a template printed the prompt
   # differently for each completion, the loss would compare prompts too.

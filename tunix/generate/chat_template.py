@@ -191,17 +191,26 @@ def marks_generation(template: str) -> bool:
   Raises:
     ChatTemplateError: the template is no valid jinja.
   """
-  _compiled(template)
-  return _has_blocks(template)
+  # Only the blocks read this name: templates that call it themselves do not exist.
+  return "generation_marks" in _variables(template)
+
+
+def reads_tools(template: str) -> bool:
+  """Returns True if the template reads the variable `tools`.
+
+  Raises:
+    ChatTemplateError: the template is no valid jinja.
+  """
+  return "tools" in _variables(template)
 
 
 @functools.lru_cache(maxsize=32)
-def _has_blocks(template: str) -> bool:
+def _variables(template: str) -> set[str]:
+  """Returns the names that a rendering gives to a template."""
   import jinja2.meta
 
-  # Only the blocks read this name: templates that call it themselves do not exist.
-  names = jinja2.meta.find_undeclared_variables(_environment().parse(template))
-  return "generation_marks" in names
+  _compiled(template)
+  return jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
 
 def _is_schema(tool: Any) -> bool:

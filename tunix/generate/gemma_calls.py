@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
+from tunix.generate.json_calls import Calls, json_object
 from tunix.generate.marked_calls import MarkedReader, Marks
 
 GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -25,20 +25,15 @@ _KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
 
 def gemma4_reader() -> MarkedReader:
   """Returns the reader of Gemma 4's calls."""
-  return MarkedReader(Marks(GEMMA_CALL, GEMMA_END, _read))
+  is_open = lambda body: body.count(GEMMA_QUOTE) % 2 == 1
+  return MarkedReader(Marks(GEMMA_CALL, GEMMA_END, _read, is_open))
 
 
-def _read(body: str) -> list[tuple[str, dict[str, Any]]] | None:
+def _read(body: str) -> tuple[Calls, str] | None:
   """Returns name and arguments of the call; None if it is unreadable."""
   found = _CALL.fullmatch(body)
-  if found is None:
-    return None
-  try:
-    arguments = json.loads(_as_json(found[2]))
-    json.dumps(arguments, allow_nan=False)  # 1e999 is no number of JSON
-  except (ValueError, RecursionError):
-    return None
-  return [(found[1], arguments)]
+  arguments = json_object(_as_json(found[2])) if found else None
+  return None if found is None or arguments is None else ([(found[1], arguments)], "")
 
 
 def _as_json(text: str) -> str:
@@ -46,7 +41,7 @@ def _as_json(text: str) -> str:
   # Every second part is a text. Of an odd number of marks the last one has no partner.
   parts = text.split(GEMMA_QUOTE)
   if len(parts) % 2 == 0:
-    raise ValueError("a text has no end")
+    return ""  # no JSON: a text has no end
   parts[::2] = (_KEY.sub(_quoted, part) for part in parts[::2])
   parts[1::2] = (json.dumps(part) for part in parts[1::2])
   return "".join(parts)

@@ -12,11 +12,15 @@ before the channel too.
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
-from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
+from tunix.generate.answer_pieces import Piece, held_back
+from tunix.generate.json_calls import (
+  closing_mark,
+  ends_in_text,
+  json_object,
+  tool_call,
+)
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CLOSING = ("<|end|>", "<|call|>", "<|return|>", START)
@@ -25,6 +29,7 @@ MARKS = (CHANNEL, MESSAGE, "<|constrain|>", *CLOSING)
 
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_CLOSING = re.compile("|".join(map(re.escape, CLOSING)))
 _OPENINGS = (CHANNEL, START, "to=", "assistant")
 
 
@@ -47,17 +52,21 @@ class HarmonyReader:
     while True:
       if self._is_header and not self._read_header():
         return piece
-      found = _first(self._text, CLOSING)
+      found = self._closing()
       if found is None:
         return piece + self._settled()
-      place, mark = found
-      piece += self._message(self._text[:place])
-      rest = self._text[place:]
-      # <|start|> without the end of the message before it begins the next one.
-      self._text = rest if mark == START else rest[len(mark) :]
-      self._is_header, self._header, self._is_first = True, "", False
+      piece += self._closed(found)
 
   def end(self) -> Piece:
+    piece = Piece()
+    while not self._is_header and json_object(self._text) is None:
+      found = _CLOSING.search(self._text)  # a text without an end hides it from `push`
+      if found is None:
+        break
+      piece += self._closed(found) + self.push("")
+    return piece + self._last()
+
+  def _last(self) -> Piece:
     if self._is_header:
       # A cut-off header is dropped; text that never had one is the answer.
       text = self._text if self._is_first and not self._looks_like_header() else ""
@@ -66,16 +75,27 @@ class HarmonyReader:
     body, self._text = self._text, ""
     return self._message(body)
 
+  def _closing(self) -> re.Match[str] | None:
+    """Returns the mark that closes a message; inside a text of a call it is text."""
+    is_open = ends_in_text if self._name is not None else lambda text: False
+    return closing_mark(_CLOSING.finditer(self._text), self._text, is_open, json_object)
+
+  def _closed(self, found: re.Match[str]) -> Piece:
+    """Returns the rest of the message before a mark, and keeps the text after it."""
+    piece = self._message(self._text[: found.start()])
+    # <|start|> without the end of the message before it begins the next one.
+    self._text = self._text[found.start() if found[0] == START else found.end() :]
+    self._is_header, self._header, self._is_first = True, "", False
+    return piece
+
   def _read_header(self) -> bool:
     """Reads a header; returns False if more text is needed."""
     header, mark, rest = self._text.partition(MESSAGE)
-    if mark:
+    if not self._looks_like_header():
+      self._is_header = False  # text without a header
+    elif mark:
       self._header, self._text, self._is_header = header, rest, False
-      return True
-    if self._looks_like_header():
-      return False
-    self._is_header = False  # text without a header
-    return True
+    return not self._is_header
 
   def _looks_like_header(self) -> bool:
     start = self._text.lstrip()
@@ -102,30 +122,14 @@ class HarmonyReader:
     name = self._name
     if name is None:
       return self._said(body)
-    arguments = _object(body)
-    if arguments is None:
+    arguments = json_object(body)
+    call = None if arguments is None else tool_call(name, arguments)
+    if call is None:
       return Piece(content=f"{self._header}{MESSAGE}{body}")
-    call_id = new_call_id()
-    text = json.dumps(arguments, ensure_ascii=False)
-    return Piece(calls=(ToolCall(id=call_id, name=name, arguments=text),))
+    return Piece(calls=(call,))
 
   def _said(self, text: str) -> Piece:
     channel = _CHANNEL_NAME.search(self._header)
     if channel is not None and channel[1] == "analysis":
       return Piece(reasoning=text)
     return Piece(content=text)
-
-
-def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str] | None:
-  """Returns the place of the first of the marks in a text, and the mark."""
-  found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
-  return min(found, default=None)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-  """Returns the JSON object of a text; None if it is none."""
-  try:
-    value = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  return value if isinstance(value, dict) else None

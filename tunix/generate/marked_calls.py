@@ -1,5 +1,7 @@
-"""Tool calls between two marks: Granite 3, Phi 4 mini, OLMo 3 and SmolLM3.
+"""Tool calls between marks: Hermes, Mistral, Granite 3, Phi 4 mini, OLMo 3 and SmolLM3.
 
+    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call> hermes
+    [TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]          mistral
     <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
     functools[{"name": "add", "arguments": {"a": 3}}]             phi4_mini
     <function_calls>add(a=3)\nadd(a=4)</function_calls>           olmo3
@@ -8,19 +10,34 @@
 SmolLM3 writes the last one if its tools were given as `python_tools`. Other code
 between these marks is no list of calls, and stays text.
 
-Phi 4 mini writes calls as Granite 3 does, too. The closing mark may be missing at the
-end of an answer; `functools[{` has none, so its calls end the answer.
+Phi 4 mini writes calls as Granite 3 does, too. Newer models of Mistral write
+[TOOL_CALLS]name[ARGS]{...} for each call, or name{...}, or have [CALL_ID]id before
+[ARGS]. The closing mark may be missing at the end of an answer; `[TOOL_CALLS]` and
+`functools[{` have none. Text after the calls stays text.
 """
 
 from __future__ import annotations
 
 import ast
-import json
+import re
+import secrets
+import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
+from tunix.generate.answer_pieces import Piece, held_back, new_call_id
+from tunix.generate.json_calls import (
+  Calls,
+  closing_mark,
+  ends_in_text,
+  json_calls,
+  read_json,
+  tool_call,
+)
 
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+MISTRAL_CALLS = "[TOOL_CALLS]"
+MISTRAL_MARKS = (MISTRAL_CALLS, "[CALL_ID]", "[ARGS]")
 GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
 PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools[{"
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
@@ -28,22 +45,25 @@ CODE, CODE_END = "<code>", "</code>"
 # Values of JSON, which templates print among arguments in Python's syntax.
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
-# body -> (name, arguments) of its calls; None if it is unreadable
-_Read = Callable[[str], list[tuple[str, dict[str, Any]]] | None]
-
 
 class Marks(NamedTuple):
   """Marks around calls, and what reads the text between them.
 
   Attributes:
     opening: mark before the calls.
-    closing: mark after them; None if they end the answer.
-    read: reads the text between the marks.
+    closing: mark after them; None if they end with their last character.
+    read: takes the text between the marks and returns the calls at its start and the
+      text after them; None if it is unreadable.
+    is_open: returns True if a text from the opening mark on ends inside a value, so
+      that a closing mark there is a part of this value.
+    new_id: returns the id of a call.
   """
 
   opening: str
   closing: str | None
-  read: _Read
+  read: Callable[[str], tuple[Calls, str] | None]
+  is_open: Callable[[str], bool] = ends_in_text
+  new_id: Callable[[], str] = new_call_id
 
 
 class MarkedReader:
@@ -57,19 +77,25 @@ class MarkedReader:
     piece = Piece()
     while (found := self._first()) is not None:
       before, marks, rest = found
-      if marks.closing is None or marks.closing not in rest:
+      closings = re.finditer(re.escape(marks.closing), rest) if marks.closing else ()
+      close = closing_mark(closings, rest, marks.is_open, marks.read)
+      if close is None:
         return piece
-      body, close, self._text = rest.partition(marks.closing)
-      piece += self._block(before, marks, body, close)
+      body, after = rest[: close.start()], rest[close.end() :]
+      piece += self._block(before, marks, body, close[0], after)
     return piece + self._settled()
 
   def end(self) -> Piece:
-    found, text = self._first(), self._text
-    self._text = ""
-    if found is None:
-      return Piece(content=text if text.strip() else "")
-    before, marks, body = found
-    return self._block(before, marks, body, "")
+    piece = Piece()
+    while (found := self._first()) is not None:
+      before, marks, body = found
+      close = after = ""
+      if marks.closing is not None and marks.read(body) is None:
+        # A value without an end hides the closing mark.
+        body, close, after = body.partition(marks.closing)
+      piece += self._block(before, marks, body, close, after) + self.push("")
+    text, self._text = self._text, ""
+    return piece + Piece(content=text if text.strip() else "")
 
   def _first(self) -> tuple[str, Marks, str] | None:
     """Returns (text before, marks, text after) of the first opening mark."""
@@ -86,62 +112,89 @@ class MarkedReader:
     self._text = self._text[len(shown) :]
     return Piece(content=shown)
 
-  @staticmethod
-  def _block(before: str, marks: Marks, body: str, close: str) -> Piece:
-    found = marks.read(body)
-    if not found:
+  def _block(
+    self, before: str, marks: Marks, body: str, close: str, after: str
+  ) -> Piece:
+    """Returns the calls of a block, or its text, and keeps the text after it."""
+    found, rest = marks.read(body) or ([], "")
+    calls = [tool_call(name, arguments, marks.new_id) for name, arguments in found]
+    if not calls or None in calls:
+      self._text = after
       return Piece(content=f"{before}{marks.opening}{body}{close}")
-    calls = [
-      ToolCall(id=new_call_id(), name=name, arguments=json.dumps(x, ensure_ascii=False))
-      for name, x in found
-    ]
-    return Piece(content=before.rstrip(), calls=tuple(calls))
+    if any(x.opening in rest for x in self._marks):  # no closing mark between calls
+      rest += close
+    self._text = (rest if rest.strip() else "") + after
+    return Piece(content=before.rstrip(), calls=tuple(filter(None, calls)))
+
+
+def hermes_reader() -> MarkedReader:
+  """Returns the reader of calls in JSON between <tool_call> tags."""
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, json_calls))
+
+
+def mistral_reader() -> MarkedReader:
+  """Returns the reader of Mistral's calls."""
+  read = lambda body: json_calls(body) or _mistral_call(body)
+  return MarkedReader(Marks(MISTRAL_CALLS, None, read, new_id=short_call_id))
+
+
+_MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?")
+
+
+def _mistral_call(body: str) -> tuple[Calls, str] | None:
+  """Reads name[CALL_ID]id[ARGS]{...}; the id and both marks may be missing."""
+  found = _MISTRAL_CALL.match(body)
+  try:
+    arguments, rest = read_json(body[found.end() :]) if found else (None, "")
+  except ValueError:
+    return None
+  if found is None or not isinstance(arguments, dict):
+    return None
+  return [(found[1], arguments)], rest
+
+
+def short_call_id() -> str:
+  """Returns nine letters and digits; Mistral's templates refuse other ids."""
+  letters = string.ascii_letters + string.digits
+  return "".join(secrets.choice(letters) for _ in range(9))
 
 
 def granite_reader() -> MarkedReader:
   """Returns the reader of Granite 3, whose calls are a list in JSON."""
-  return MarkedReader(Marks(GRANITE_CALLS, GRANITE_END, _listed))
+  return MarkedReader(Marks(GRANITE_CALLS, GRANITE_END, json_calls))
 
 
 def phi4_mini_reader() -> MarkedReader:
   """Returns the reader of Phi 4 mini, whose calls are a list in JSON."""
   return MarkedReader(
-    Marks(GRANITE_CALLS, GRANITE_END, _listed),
-    Marks(PHI_CALLS, None, lambda body: _listed("[{" + body)),
+    Marks(GRANITE_CALLS, GRANITE_END, json_calls),
+    Marks(PHI_CALLS, None, lambda body: json_calls("[{" + body)),
   )
 
 
 def olmo3_reader() -> MarkedReader:
   """Returns the reader of OLMo 3, whose calls are lines in Python's syntax."""
-  return MarkedReader(Marks(OLMO_CALLS, OLMO_END, _python_calls))
+  return MarkedReader(Marks(OLMO_CALLS, OLMO_END, _python_calls, _ends_in_python_text))
 
 
 def smollm3_code_reader() -> MarkedReader:
   """Returns the reader of SmolLM3's Python code; it may print the calls."""
   read = lambda body: _python_calls(body, prints=True)
-  return MarkedReader(Marks(CODE, CODE_END, read))
+  return MarkedReader(Marks(CODE, CODE_END, read, _ends_in_python_text))
 
 
-def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
+def _ends_in_python_text(body: str) -> bool:
+  """Returns True if Python's code ends inside a string."""
   try:
-    values = json.loads(body)
-  except (ValueError, RecursionError):
-    return None
-  out = []
-  for value in values if isinstance(values, list) else [values]:
-    name = value.get("name") if isinstance(value, dict) else None
-    arguments = None
-    if isinstance(value, dict):
-      arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-      return None
-    out.append((name, arguments))
-  return out
+    ast.parse(body.strip())
+  except SyntaxError as error:
+    return error.msg.startswith("unterminated string")
+  except (ValueError, RecursionError, MemoryError):
+    return False
+  return False
 
 
-def _python_calls(
-  body: str, prints: bool = False
-) -> list[tuple[str, dict[str, Any]]] | None:
+def _python_calls(body: str, prints: bool = False) -> tuple[Calls, str] | None:
   """Reads calls with named arguments that are literals; runs nothing.
 
   Args:
@@ -150,7 +203,7 @@ def _python_calls(
   """
   try:
     lines = ast.parse(body.strip()).body
-    return [_python_call(_printed(line) if prints else line) for line in lines]
+    return [_python_call(_printed(line) if prints else line) for line in lines], ""
   # The text is the model's, and may be nested too deeply for the parser.
   except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
     return None
@@ -172,9 +225,7 @@ def _python_call(line: ast.stmt) -> tuple[str, dict[str, Any]]:
   for keyword in call.keywords:
     if keyword.arg is None:
       raise ValueError("expected named arguments")
-    value = ast.literal_eval(_Json().visit(keyword.value))
-    json.dumps(value, allow_nan=False)  # sets, bytes and numbers beyond JSON are none
-    arguments[keyword.arg] = value
+    arguments[keyword.arg] = ast.literal_eval(_Json().visit(keyword.value))
   return ast.unparse(call.func), arguments
 
 

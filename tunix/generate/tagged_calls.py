@@ -24,12 +24,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tunix.generate.marked_calls import MarkedReader, Marks
+from tunix.generate.json_calls import Calls, json_object, read_json
+from tunix.generate.marked_calls import CLOSE_CALL, OPEN_CALL, MarkedReader, Marks
 
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 QWEN_FUNCTION, GLM_KEY = "<function=", "<arg_key>"
 
 
@@ -45,11 +45,11 @@ DEEPSEEK_MARKS = (
   *(DEEPSEEK_CALLS, DEEPSEEK_END, _DEEPSEEK_OPEN, _DEEPSEEK_CLOSE, _DEEPSEEK_NAME),
 )
 
-_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>(.*)</function>\s*", re.DOTALL)
+_FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([^<>\s]+)>\s*"), "</function>"
 _PARAMETER = re.compile(
   r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL
 )
-_NAMED = re.compile(r"\s*([^<>\s]+)\s*(.*)", re.DOTALL)
+_NAME = re.compile(r"\s*([^<>\s]+)\s*")
 _PAIR = re.compile(
   r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )
@@ -60,27 +60,35 @@ _DEEPSEEK_CALL = re.compile(
   re.DOTALL,
 )
 
-_Calls = list[tuple[str, dict[str, Any]]]
-
 
 def qwen3_coder_reader(tools: Collection[str]) -> MarkedReader:
-  """Returns the reader of Qwen3-Coder, see `tool_calls.tool_reader`."""
+  """Returns the reader of Qwen3-Coder, see `tool_calls.tool_reader`.
 
-  def read(body: str) -> _Calls | None:
-    found = _FUNCTION.fullmatch(body)
-    return found and _call(found[1], found[2], _PARAMETER, tools)
+  The models sometimes leave out <tool_call> before <function=name>.
+  """
 
-  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
+  def read(body: str) -> tuple[Calls, str] | None:
+    name, texts, rest = _named_pairs(_FUNCTION, _PARAMETER, body)
+    if not name or not rest.startswith(_FUNCTION_END):
+      return None
+    return [_call(name, texts, tools)], rest[len(_FUNCTION_END) :]
+
+  is_open = lambda body: body.count("<parameter=") > body.count("</parameter>")
+  return MarkedReader(
+    Marks(OPEN_CALL, CLOSE_CALL, read, is_open),
+    Marks(QWEN_FUNCTION, CLOSE_CALL, lambda body: read(QWEN_FUNCTION + body), is_open),
+  )
 
 
 def glm4_reader(tools: Collection[str]) -> MarkedReader:
   """Returns the reader of GLM-4.5 and later, see `tool_calls.tool_reader`."""
 
-  def read(body: str) -> _Calls | None:
-    found = _NAMED.fullmatch(body)
-    return found and _call(found[1], found[2], _PAIR, tools)
+  def read(body: str) -> tuple[Calls, str] | None:
+    name, texts, rest = _named_pairs(_NAME, _PAIR, body)
+    return None if not name or rest else ([_call(name, texts, tools)], "")
 
-  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
+  is_open = lambda body: body.count("<arg_value>") > body.count("</arg_value>")
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read, is_open))
 
 
 def deepseek_v3_reader() -> MarkedReader:
@@ -88,53 +96,49 @@ def deepseek_v3_reader() -> MarkedReader:
   return MarkedReader(Marks(DEEPSEEK_CALLS, DEEPSEEK_END, _deepseek_calls))
 
 
-def _deepseek_calls(body: str) -> _Calls | None:
-  calls: _Calls = []
-  for found in _in_order(_DEEPSEEK_CALL, body) or ():
-    name, arguments = found[1] or found[3], _parsed(found[2] or found[4])
-    if not isinstance(arguments, dict):
+def _deepseek_calls(body: str) -> tuple[Calls, str] | None:
+  calls: Calls = []
+  matches, rest = _in_order(_DEEPSEEK_CALL, body)
+  for found in matches:
+    name, arguments = found[1] or found[3], json_object(found[2] or found[4])
+    if arguments is None:
       return None
     calls.append((name.strip(), arguments))
-  return calls or None
+  return None if rest else (calls, "")
+
+
+def _named_pairs(
+  head: re.Pattern[str], pair: re.Pattern[str], body: str
+) -> tuple[str | None, list[tuple[str, str]], str]:
+  """Returns the name that a head has, the pairs after it, and the text after them."""
+  found = head.match(body)
+  if found is None:
+    return None, [], body
+  matches, rest = _in_order(pair, body[found.end() :])
+  return found[1], [(match[1].strip(), match[2]) for match in matches], rest
+
+
+def _in_order(pattern: re.Pattern[str], text: str) -> tuple[list[re.Match[str]], str]:
+  """Returns the matches at the start of a text, one after the other, and the rest."""
+  matches, at = [], 0
+  while found := pattern.match(text, at):
+    matches.append(found)
+    at = found.end()
+  return matches, text[at:]
 
 
 def _call(
-  name: str, body: str, pattern: re.Pattern[str], tools: Collection[str]
-) -> _Calls | None:
-  """Returns the call whose arguments are (name, value) matches of a pattern."""
-  matches = _in_order(pattern, body)
-  if matches is None:
-    return None
-  schemas = _properties(tools.get(name) if isinstance(tools, Mapping) else None)
-  texts = [(found[1].strip(), found[2]) for found in matches]
-  return [(name, {key: _value(text, schemas.get(key)) for key, text in texts})]
+  name: str, texts: list[tuple[str, str]], tools: Collection[str]
+) -> tuple[str, dict[str, Any]]:
+  """Returns a call; the schema of the tool says what its texts stand for."""
+  schema = tools.get(name) if isinstance(tools, Mapping) else None
+  own = _mapping(_mapping(schema).get("properties"))
+  return name, {key: _value(text, own.get(key), schema) for key, text in texts}
 
 
-def _in_order(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-  """Returns the matches that make up a text; None if there is something else in it."""
-  matches, at = [], 0
-  text = text.strip()
-  while at < len(text):
-    found = pattern.match(text, at)
-    if found is None:
-      return None
-    matches.append(found)
-    at = found.end()
-  return matches
-
-
-def _properties(schema: Any) -> Mapping[str, Any]:
-  found = schema.get("properties") if isinstance(schema, Mapping) else None
-  return found if isinstance(found, Mapping) else {}
-
-
-def _types(schema: Any) -> set[str]:
-  """Returns the names of types that a JSON schema allows; none if it names none."""
-  if not isinstance(schema, Mapping):
-    return set()
-  named, options = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
-  types = {named} if isinstance(named, str) else set(map(str, _listed(named)))
-  return types.union(*map(_types, _listed(options)))
+def _mapping(value: Any) -> Mapping[str, Any]:
+  """Returns an object of a foreign schema; an empty one for anything else."""
+  return value if isinstance(value, Mapping) else {}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -142,30 +146,88 @@ def _listed(value: Any) -> list[Any]:
   return value if isinstance(value, list) else []
 
 
-def _value(text: str, schema: Any) -> Any:
+def _joined(schema: Any, root: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+  """Yields a schema and those that it includes by `allOf` and local `$ref`.
+
+  Args:
+    schema: the schema.
+    root: the schema that local references start from.
+    followed: references that were followed, and are not followed again.
+  """
+  todo = [schema]
+  while todo:
+    part = _mapping(todo.pop())
+    yield part
+    todo += _listed(part.get("allOf"))
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+      followed.add(reference)
+      target = root if reference.startswith("#") else None
+      for key in reference.split("/")[1:]:
+        target = _mapping(target).get(key.replace("~1", "/").replace("~0", "~"))
+      todo.append(target)
+
+
+def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> set[str]:
+  """Returns the names of types that a JSON schema allows; none if it names none.
+
+  See `_joined` for the arguments; `depth` is the number of alternatives around the
+  schema. Those beyond 32 name no type.
+  """
+  types: set[str] = set()
+  for part in _joined(schema, root, followed) if depth <= 32 else ():
+    named = part.get("type")
+    own = {named} if isinstance(named, str) else set(map(str, _listed(named)))
+    own |= set(map(_type, _constants(part)))
+    for option in _listed(part.get("anyOf") or part.get("oneOf")):
+      own |= _types(option, root, followed, depth + 1)
+    types = types & own or types | own
+  return types
+
+
+def _constants(schema: Mapping[str, Any]) -> list[Any]:
+  """Returns the values that `enum` and `const` list."""
+  return _listed(schema.get("enum")) + [
+    schema[key] for key in ("const",) if key in schema
+  ]
+
+
+def _type(value: Any) -> str:
+  """Returns `string`, `null`, or `other` for a value of JSON."""
+  return "null" if value is None else "string" if isinstance(value, str) else "other"
+
+
+def _value(text: str, schema: Any, root: Any) -> Any:
   """Returns the value of an argument, which is its text if nothing else fits.
 
-  If the schema allows a text, the text is taken as it is, except for null. Without a
-  type in the schema, a text that is a value of JSON or Python becomes this value.
+  If the schema allows a text, the text is taken as it is, except for null and for the
+  other values that the schema lists. Without a type in the schema, a text that is a
+  value of JSON or Python becomes this value.
   """
-  types = _types(schema)
+  types = _types(schema, root, set())
   if types == {"string"}:
     return text
   value = _parsed(text)
-  if "string" in types:
-    return None if text.strip() in ("null", "None") and "null" in types else text
   is_null = value is None and text.strip() in ("null", "None")
+  if "string" in types:
+    listed = [x for part in _joined(schema, root, set()) for x in _constants(part)]
+    is_listed = value in listed and text not in listed
+    return value if is_listed or (is_null and "null" in types) else text
   return value if value is not None or is_null else text
 
 
 def _parsed(text: str) -> Any:
   """Returns the value of a text in JSON or in Python's syntax; None if it has none."""
-  for parse in (json.loads, ast.literal_eval):
-    try:
-      value = parse(text.strip())
-      json.dumps(value, allow_nan=False)  # sets, bytes and NaN are no JSON
+  try:
+    value, rest = read_json(text)
+    if not rest.strip():
       return value
-    # The text is the model's, and may be nested too deeply for the parser.
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-      continue
-  return None
+  except ValueError:
+    pass
+  # The text is the model's, and may be nested too deeply for the parser.
+  try:
+    value = ast.literal_eval(text.strip())
+    json.dumps(value, allow_nan=False)  # sets, bytes and NaN are no JSON
+    return value
+  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    return None

@@ -36,11 +36,9 @@ class TokenizerAdapter:
   The wrapped tokenizer is never changed. Id 0 has no special meaning.
 
   Attributes:
-    add_bos: `tokenize` begins with the BOS token.
     add_eos: `tokenize` may end with the EOS token.
   """
 
-  add_bos: bool = True
   add_eos: bool = True
 
   def __init__(
@@ -53,6 +51,7 @@ class TokenizerAdapter:
     pad_token: str | None = None,
     eos_ids: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
+    add_bos: bool | None = None,
     message_form: Literal["plain", "given"] | None = None,
   ):
     """Wraps a tokenizer.
@@ -68,6 +67,9 @@ class TokenizerAdapter:
       eos_ids: further end-of-sequence ids, as in a model's generation_config.json.
       template_args: defaults of the chat template's variables, such as
         {"enable_thinking": False}. They become part of `chat_template`.
+      add_bos: True puts BOS before plain texts, False does not. None does what the
+        tokenizer itself does. If it has no post-processor, as SentencePiece files, or
+        if `bos_token` is given, None is True.
       message_form: "plain" gives the chat template messages in the one form of
         `tunix.generate.messages`; "given" as they are, without null fields. None: the
         form of the other adapter, else "plain".
@@ -86,6 +88,8 @@ class TokenizerAdapter:
       chat_template = chat_template or tokenizer._given_template
       eos_ids = (*eos_ids, *tokenizer._given_eos_ids)
       self._template_args = tokenizer._template_args | self._template_args
+      if add_bos is None and not bos_token:
+        add_bos = vars(tokenizer).get("add_bos")
       self._message_form = message_form or tokenizer._message_form
     else:
       self._backend = choose(tokenizer)
@@ -94,6 +98,8 @@ class TokenizerAdapter:
     for role, text in given.items():
       if text is not None:
         self._given_roles[role] = self._backend.named(role, text) if text else Token()
+    if add_bos is not None or bos_token:
+      self.add_bos = add_bos is not False
 
   def __repr__(self) -> str:
     return f"TokenizerAdapter({type(self.tokenizer).__name__})"
@@ -106,6 +112,7 @@ class TokenizerAdapter:
     chat_template: tokenizer_files.ChatTemplates | None = None,
     revision: str | None = None,
     template_args: Mapping[str, Any] | None = None,
+    add_bos: bool | None = None,
   ) -> TokenizerAdapter:
     """Loads the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
 
@@ -113,7 +120,7 @@ class TokenizerAdapter:
       path: the folder, the file, or a model id "owner/name".
       chat_template: jinja source, or sources by name. None: the tokenizer's.
       revision: commit, tag or branch of a model id; None: its newest commit.
-      template_args: variables of the chat template, see `TokenizerAdapter`.
+      template_args, add_bos: see `TokenizerAdapter`.
 
     Raises:
       FileNotFoundError: the path does not exist, or has no tokenizer.
@@ -122,13 +129,21 @@ class TokenizerAdapter:
     """
     tokenizer = tokenizer_loading.load_pretrained(path, revision)
     return TokenizerAdapter(
-      tokenizer, chat_template=chat_template, template_args=template_args
+      tokenizer,
+      chat_template=chat_template,
+      template_args=template_args,
+      add_bos=add_bos,
     )
 
   @property
   def tokenizer(self) -> Any:
     """The wrapped object."""
     return self._backend.raw
+
+  @functools.cached_property
+  def add_bos(self) -> bool:
+    """True if `tokenize` and rows of plain text begin with the BOS token."""
+    return self._backend.puts_first(self.bos_id()) is not False
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     """Returns the token ids of `text`.
@@ -138,12 +153,17 @@ class TokenizerAdapter:
     Args:
       text: the text.
       add_special_tokens: add the tokens that the tokenizer puts around a text, or the
-        BOS token if the tokenizer cannot.
+        BOS token if the tokenizer cannot. A text that begins with BOS gets no second
+        one.
     """
     ids = self._backend.encode(text, add_special_tokens)
-    if add_special_tokens and not self._backend.adds_special:
-      return [*self._bos(), *ids]
-    return ids
+    if not add_special_tokens:
+      return ids
+    bos = self._bos()
+    if not self._backend.adds_special:
+      return ids if ids[:1] == bos else [*bos, *ids]
+    is_double = bos and ids[:2] == 2 * bos and self._backend.puts_first(bos[0])
+    return ids[1:] if is_double else ids
 
   def encode_continuation(self, text: str) -> list[int]:
     """Returns the token ids of a text that continues another text.
@@ -251,8 +271,8 @@ class TokenizerAdapter:
   ) -> np.ndarray:
     """Returns BOS and the ids of `prefix + text + suffix`, int32 [T].
 
-    The BOS token is left out if the tokenizer has none, if `add_bos` is False, or if
-    the text already begins with it.
+    The BOS token is left out if the tokenizer has none or puts none before a text (see
+    `add_bos`), or if the text already begins with it.
 
     Args:
       text: the text.
@@ -288,6 +308,11 @@ class TokenizerAdapter:
     """Returns True if the template for these tools has `{% generation %}` blocks."""
     template = self.chat_template
     return bool(template) and chat_templates.marks_generation(_select(template, tools))
+
+  def reads_tools(self) -> bool:
+    """Returns True unless a template leaves tools out of the text."""
+    template = self.chat_template
+    return not template or chat_templates.reads_tools(_select(template, True))
 
   def _renderer(self) -> Callable[..., Any] | None:
     """Returns the object's own renderer, for objects without a readable template."""
@@ -377,7 +402,10 @@ class TokenizerAdapter:
       OSError: the folder cannot be written.
     """
     target = pathlib.Path(folder)
-    self._backend.save(target, self._texts())
+    # The post-processor does not have what the caller added.
+    adds = self.add_bos and self._backend.puts_first(self.bos_id()) is False
+    fields = {"add_bos_token": True} if adds else {}
+    self._backend.save(target, {**self._texts(), **fields})
     if self.chat_template:
       tokenizer_files.write_chat_template(target, self.chat_template)
 

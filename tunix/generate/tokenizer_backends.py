@@ -80,6 +80,21 @@ class Backend(abc.ABC):
   @abc.abstractmethod
   def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
+  def puts_first(self, token: int | None) -> bool | None:
+    """Returns True if `encode` with special tokens puts a token before a text.
+
+    None: the tokenizer does not say, because it has no post-processor.
+    """
+    if not self.adds_special or token is None:
+      return None
+    puts = self.encode("a", True)[:1] == [token]
+    return None if not puts and self.post_processor is None else puts
+
+  @property
+  def post_processor(self) -> Any:
+    """The object that adds special tokens; None if there is none."""
+    return self.raw
+
   @abc.abstractmethod
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -108,13 +123,17 @@ class Backend(abc.ABC):
   @abc.abstractmethod
   def vocab_size(self) -> int: ...
 
-  def save(self, folder: pathlib.Path, tokens: Mapping[str, str]) -> None:
-    """Writes everything but the chat template; `tokens` are the texts by role.
+  def save(self, folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
+    """Writes everything but the chat template.
+
+    Args:
+      folder: the folder.
+      fields: texts of special tokens by role, and `add_bos_token`.
 
     Raises:
       TypeError: the object cannot write itself.
     """
-    del tokens  # The object writes its own.
+    del fields  # The object writes its own.
     if not hasattr(self.raw, "save_pretrained"):
       raise TypeError(
         f"a {type(self.raw).__name__} cannot be written as tokenizer.json; copy its "
@@ -187,6 +206,12 @@ class TokenizersBackend(Backend):
     file = None if self._files is None else self._files.tokenizer_json
     return super().folder if file is None else str(file.parent)
 
+  @property
+  def post_processor(self) -> Any:
+    # Some folders name BOS in tokenizer_config.json only, and transformers adds it.
+    config = {} if self._files is None else self._files.config
+    return None if config.get("add_bos_token") is True else self._rust.post_processor
+
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     encode, adds = self._rust.encode, add_special_tokens
     if len(text) > _LONG_TEXT:
@@ -208,16 +233,21 @@ class TokenizersBackend(Backend):
   def vocab_size(self) -> int:
     return self._rust.get_vocab_size(with_added_tokens=True)
 
-  def save(self, folder: pathlib.Path, tokens: Mapping[str, str]) -> None:
+  def save(self, folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
     source = self._rust.to_str(pretty=True)
     config = {} if self._files is None else self._files.config
     tokenizer_files.write_folder(
-      folder, tokenizer_json=source, config=config, tokens=tokens
+      folder, tokenizer_json=source, config={**config, **fields}
     )
 
 
 class HuggingFaceBackend(Backend):
   """A transformers tokenizer, fast or slow."""
+
+  @property
+  def post_processor(self) -> Any:
+    fast = getattr(self.raw, "backend_tokenizer", None)
+    return self.raw if fast is None else fast.post_processor
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     return list(self.raw.encode(text, add_special_tokens=add_special_tokens))

@@ -20,6 +20,8 @@ TOKEN_NAMES = (
 
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates by name
+
 ChatTemplates = str | Mapping[str, str]  # jinja source, or sources by name
 
 
@@ -94,30 +96,34 @@ def write_folder(
   *,
   tokenizer_json: str,
   config: Mapping[str, Any],
-  tokens: Mapping[str, str],
 ) -> None:
   """Writes `tokenizer.json` and a `tokenizer_config.json` that AutoTokenizer reads.
 
   Args:
     folder: the folder.
     tokenizer_json: content of `tokenizer.json`.
-    config: further keys of `tokenizer_config.json`.
-    tokens: special tokens by role.
+    config: keys of `tokenizer_config.json`, such as the special tokens by role.
 
   Raises:
     OSError: the folder cannot be written.
   """
-  merged = {"tokenizer_class": "PreTrainedTokenizerFast", **config, **tokens}
+  merged = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
   merged.pop("chat_template", None)  # `write_chat_template` writes its own file.
   io.write_atomic(folder / "tokenizer.json", tokenizer_json.encode())
   io.write_json(folder / "tokenizer_config.json", merged)
 
 
 def write_chat_template(folder: pathlib.Path, template: ChatTemplates) -> None:
-  """Writes `chat_template.jinja`, and named variants as `transformers` expects them."""
+  """Writes `chat_template.jinja`, and named variants as `transformers` expects them.
+
+  Variants of an earlier template are removed, because a reader would use them.
+  """
   named = {"default": template} if isinstance(template, str) else dict(template)
+  for old in (folder / NAMED_TEMPLATES).glob("*.jinja"):
+    if old.stem not in named:
+      old.unlink()
   for name, source in named.items():
-    variant = folder / "additional_chat_templates" / f"{name}.jinja"
+    variant = folder / NAMED_TEMPLATES / f"{name}.jinja"
     target = folder / "chat_template.jinja" if name == "default" else variant
     io.write_atomic(target, source.encode())
 
@@ -158,7 +164,7 @@ def _read_chat_template(
       named[name] = text
   elif source is not None:
     named["default"] = _expect(file, "chat_template", source, str, "jinja source")
-  for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+  for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
     named[path.stem] = _read_text(path)
   default = folder / "chat_template.jinja"
   if default.is_file():

@@ -7,10 +7,6 @@ the result for the whole text.
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
-import string
 from collections.abc import Collection
 from typing import Any
 
@@ -19,8 +15,6 @@ from tunix.generate.answer_pieces import (
   Reader as Reader,
   ToolCall as ToolCall,
   held_back,
-  new_call_id,
-  parsed_json,
 )
 from tunix.generate.gemma_calls import (
   GEMMA_CALL as GEMMA_CALL,
@@ -28,24 +22,29 @@ from tunix.generate.gemma_calls import (
   gemma4_reader,
 )
 from tunix.generate.harmony import CHANNEL, HarmonyReader
+from tunix.generate.json_calls import json_calls, tool_call
 from tunix.generate.marked_calls import (
+  CLOSE_CALL as CLOSE_CALL,
   CODE as CODE,
   GRANITE_CALLS as GRANITE_CALLS,
+  MISTRAL_CALLS as MISTRAL_CALLS,
+  MISTRAL_MARKS as MISTRAL_MARKS,
   OLMO_CALLS as OLMO_CALLS,
   OLMO_END as OLMO_END,
+  OPEN_CALL as OPEN_CALL,
   PHI_CALLS as PHI_CALLS,
   PHI_TOOLS_END,
   granite_reader,
+  hermes_reader,
+  mistral_reader,
   olmo3_reader,
   phi4_mini_reader,
   smollm3_code_reader,
 )
 from tunix.generate.tagged_calls import (
-  CLOSE_CALL as CLOSE_CALL,
   DEEPSEEK_CALLS as DEEPSEEK_CALLS,
   DEEPSEEK_MARKS as DEEPSEEK_MARKS,
   GLM_KEY,
-  OPEN_CALL as OPEN_CALL,
   QWEN_FUNCTION,
   deepseek_v3_reader,
   glm4_reader,
@@ -65,10 +64,7 @@ THINK_TOKENS = (
   *("[THINK]", "[/THINK]"),
   *("<|channel>", "<channel|>"),
 )
-MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
-
-_DECODER = json.JSONDecoder()
 
 
 def _trailing(text: str) -> int:
@@ -141,55 +137,11 @@ class ReasoningReader:
     return settled
 
 
-class HermesReader:
-  """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
-
-  A block that is no call stays text.
-  """
-
-  def __init__(self):
-    self._text = ""
-
-  def push(self, text: str) -> Piece:
-    self._text += text
-    piece = Piece()
-    while True:
-      before, tag, rest = self._text.partition(OPEN_CALL)
-      if not tag:
-        return piece + self._settled()
-      body, close, rest = rest.partition(CLOSE_CALL)
-      if not close:
-        return piece
-      piece += self._block(before, body, CLOSE_CALL)
-      self._text = rest
-
-  def end(self) -> Piece:
-    before, tag, body = self._text.partition(OPEN_CALL)
-    self._text = ""
-    if not tag:
-      return Piece(content=before if before.strip() else "")
-    # Some models write the end token instead of the closing tag.
-    return self._block(before, body, "")
-
-  def _settled(self) -> Piece:
-    held = held_back(self._text, OPEN_CALL)
-    held += _trailing(self._text[: len(self._text) - held])
-    size = len(self._text) - held
-    settled, self._text = self._text[:size], self._text[size:]
-    return Piece(content=settled)
-
-  @staticmethod
-  def _block(before: str, body: str, close: str) -> Piece:
-    call = _call(parsed_json(body), new_call_id())
-    if call is None:
-      return Piece(content=f"{before}{OPEN_CALL}{body}{close}")
-    return Piece(content=before.rstrip(), calls=(call,))
-
-
 class Llama3Reader:
   """Reads {"name": ..., "parameters": {...}} as the whole answer.
 
-  Several calls are separated by semicolons. JSON that names none of the tools is text.
+  Several calls are separated by semicolons. JSON that names none of the tools is text,
+  and so is all that follows a call.
   """
 
   def __init__(self, tools: Collection[str]):
@@ -208,93 +160,15 @@ class Llama3Reader:
 
   def end(self) -> Piece:
     text, self._text = self._text, ""
-    calls = self._calls(text.strip().removeprefix(PYTHON_TAG).strip())
-    return Piece(calls=calls) if calls else Piece(content=text)
-
-  def _calls(self, text: str) -> tuple[ToolCall, ...]:
-    calls = []
-    while text:
-      try:
-        value, end = _DECODER.raw_decode(text)
-      except (ValueError, RecursionError):
-        return ()
-      call = _call(value, new_call_id())
-      if call is None or call.name not in self._tools:
-        return ()
-      calls.append(call)
-      text = text[end:].lstrip(" \n\t;")
-    return tuple(calls)
-
-
-class MistralReader:
-  """Reads [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...].
-
-  Newer models write [TOOL_CALLS]name[ARGS]{...} for each call, or name{...}.
-  """
-
-  def __init__(self):
-    self._text, self._is_inside = "", False
-
-  def push(self, text: str) -> Piece:
-    self._text += text
-    if self._is_inside:
-      return Piece()
-    before, tag, rest = self._text.partition(MISTRAL_CALLS)
-    if tag:
-      self._is_inside, self._text = True, rest
-      return Piece(content=before.rstrip())
-    held = held_back(self._text, MISTRAL_CALLS)
-    held += _trailing(self._text[: len(self._text) - held])
-    size = len(self._text) - held
-    settled, self._text = self._text[:size], self._text[size:]
-    return Piece(content=settled)
-
-  def end(self) -> Piece:
-    text, self._text = self._text, ""
-    if not self._is_inside:
-      return Piece(content=text if text.strip() else "")
-    calls = _listed_calls(text) or _named_calls(text)
-    return Piece(calls=calls) if calls else Piece(content=MISTRAL_CALLS + text)
-
-
-def _listed_calls(text: str) -> tuple[ToolCall, ...]:
-  values = parsed_json(text)
-  if not isinstance(values, list):
-    return ()
-  calls = [_call(value, short_call_id()) for value in values]
-  return tuple(call for call in calls if call) if all(calls) else ()
-
-
-def _named_calls(text: str) -> tuple[ToolCall, ...]:
-  calls = []
-  for part in text.split(MISTRAL_CALLS):
-    name, _, body = part.partition("{")
-    name = name.replace(MISTRAL_ARGUMENTS, "").strip()
-    value = {"name": name, "arguments": parsed_json("{" + body)}
-    call = _call(value, short_call_id())
-    if call is None or not re.fullmatch(r"[\w.\-]+", name):
-      return ()
-    calls.append(call)
-  return tuple(calls)
-
-
-def _call(value: Any, call_id: str) -> ToolCall | None:
-  """Returns the call that a JSON object stands for, or None."""
-  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-    return None
-  arguments = value.get("arguments", value.get("parameters", {}))
-  if isinstance(arguments, str):
-    arguments = parsed_json(arguments)
-  if not isinstance(arguments, dict):
-    return None
-  text = json.dumps(arguments, ensure_ascii=False)
-  return ToolCall(id=call_id, name=value["name"], arguments=text)
-
-
-def short_call_id() -> str:
-  """Returns nine letters and digits; Mistral's templates refuse other ids."""
-  letters = string.ascii_letters + string.digits
-  return "".join(secrets.choice(letters) for _ in range(9))
+    calls: list[ToolCall] = []
+    rest = text.strip().removeprefix(PYTHON_TAG)
+    while found := json_calls(rest):
+      made = [tool_call(*call) for call in found[0] if call[0] in self._tools]
+      if not made or len(made) < len(found[0]) or None in made:
+        break
+      calls += filter(None, made)
+      rest = found[1].lstrip(" \n\t;")
+    return Piece(content=rest, calls=tuple(calls)) if calls else Piece(content=text)
 
 
 def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
@@ -311,9 +185,9 @@ def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
     "glm4": lambda: glm4_reader(tools),
     "granite": granite_reader,
     "harmony": HarmonyReader,
-    "hermes": HermesReader,
+    "hermes": hermes_reader,
     "llama3": lambda: Llama3Reader(tools),
-    "mistral": MistralReader,
+    "mistral": mistral_reader,
     "olmo3": olmo3_reader,
     "phi4_mini": phi4_mini_reader,
     "qwen3_coder": lambda: qwen3_coder_reader(tools),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 # Files other than weights that a user of the folder needs; copied from the source.
 _COMPANIONS = (
   "added_tokens.json",
+  "additional_chat_templates/*.jinja",
   "chat_template.jinja",
   "chat_template.json",
   "generation_config.json",
@@ -49,6 +51,9 @@ _COMPANIONS = (
   "vocab.json",
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Fields of a source's `config.json` that are about weights or code in other files.
+_NOT_WRITTEN = {"auto_map", "compression_config", "num_nextn_predict_layers"}
+_NOT_WRITTEN |= {"quantization_config", "mtp_num_hidden_layers"}
 
 
 def save_pretrained(
@@ -73,8 +78,9 @@ def save_pretrained(
   Args:
     model: the model, stacked or unstacked, with or without adapters. It is unchanged.
     folder: the folder to write; its parents are created.
-    source: a folder whose tokenizer, chat template, generation config and token ids
-      are copied, usually the folder that the model was loaded from.
+    source: a folder whose tokenizer, chat templates, generation config, token ids and
+      unknown fields of `config.json` are copied, usually the folder that the model was
+      loaded from.
     dtype: dtype of the written weights; None keeps the model's.
     max_shard_bytes: largest size of a file in bytes; a larger tensor gets its own file.
     hf_fields: further fields of `config.json`, for example {"eos_token_id": 2}.
@@ -98,16 +104,19 @@ def save_pretrained(
   hf = family.config_to_hf(config)
   if isinstance(config, TransformerConfig):
     _check_complete(config, hf, family)
-  hf = hf | _token_ids(origin) | dict(hf_fields or {})
+  known = {}
+  if origin is not None and (origin / "config.json").is_file():
+    known = tensor_files.read_json(origin / "config.json")
+  hf = _unknown_fields(known, hf, family) | hf | _token_ids(known)
+  hf |= hf_fields or {}
   errors: list[CastError] = []
   tensors = list(_tensors(model, family, dtype, errors))
   together = tensor_files.is_spread(model)
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
     if not together or jax.process_index() == 0:
-      for name in _COMPANIONS:
-        if origin is not None and (origin / name).is_file():
-          shutil.copyfile(origin / name, staging / name)
+      if origin is not None:
+        _copy_companions(origin, staging)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.report_errors(errors, None, _log)
 
@@ -160,11 +169,39 @@ def _canonical(config: Any) -> Any:
   )
 
 
-def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
-  if origin is None or not (origin / "config.json").is_file():
-    return {}
-  hf = tensor_files.read_json(origin / "config.json")
-  return {name: hf[name] for name in _TOKEN_IDS if hf.get(name) is not None}
+def _token_ids(known: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: known[name] for name in _TOKEN_IDS if known.get(name) is not None}
+
+
+def _unknown_fields(
+  known: Mapping[str, Any], hf: Mapping[str, Any], family: Family
+) -> dict[str, Any]:
+  """Returns the fields of the source's `config.json` that say nothing about the model.
+
+  Args:
+    known: the source's `config.json`.
+    hf: the one that is written. Fields with which it is read as another model, such as
+      another spelling of a setting that was changed, are left out.
+    family: the family of the model.
+  """
+  kept: dict[str, Any] = {}
+  if not known or known.get("model_type") != hf.get("model_type"):
+    return kept  # for example the text part of a model of texts and images
+  wanted = family.config_from_hf(hf)
+  for name, value in known.items():
+    if name in hf or name in _NOT_WRITTEN:
+      continue
+    with contextlib.suppress(ValueError):
+      if family.config_from_hf({**kept, **hf, name: value}) == wanted:
+        kept[name] = value
+  return kept
+
+
+def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+  for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
+    target = folder / file.relative_to(origin)
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, target)
 
 
 def _tensors(

@@ -349,8 +349,10 @@ def staged_folder(
 
 
 def _replace_files(staging: pathlib.Path, folder: pathlib.Path) -> None:
-  new = {file.name for file in staging.iterdir()}
+  files = [file for file in staging.rglob("*") if file.is_file()]
+  new = {str(file.relative_to(staging)) for file in files}
   for name in sorted(new):
+    (folder / name).parent.mkdir(exist_ok=True)
     os.replace(staging / name, folder / name)
   if any(_WEIGHTS.fullmatch(name) for name in new):
     for file in list(folder.iterdir()):

@@ -21,6 +21,7 @@ from tunix.utils import optional
 _LOG = logging.getLogger(__name__)
 # Bytes from which on a body is parsed in a thread: 1 MiB takes about 10 ms.
 _LARGE_BODY = 2**20
+_PIECE = 2**18  # bytes of an answer that are sent together
 _CLIENT_GONE = 499  # nginx's status for it; it is only counted
 
 Route = Callable[[Call, Context], Awaitable[Answer | Stream | Relay]]
@@ -223,13 +224,13 @@ class Endpoint:
       if call.tenant is not None and isinstance(context, Context):
         context = context.seen_by(call.tenant)
       answer = await self._route(call, context)
-      if isinstance(answer, Stream | Relay):
-        try:
+      try:
+        if isinstance(answer, Stream | Relay):
           await sender.stream(answer)
-        finally:
-          await answer.close()
-      else:
-        await sender.answer(answer)
+        else:
+          await sender.answer(answer)
+      finally:
+        await answer.close()
     except Exception as error:  # see `_race`
       await self._fail(error, sender)
 
@@ -282,7 +283,13 @@ class _Sender:
     await self.last(LAST_EVENT)
 
   async def last(self, data: bytes) -> None:
-    await self._part(data, False)
+    # A piece waits until the client took those before. All at once would stay in memory
+    # for as long as the client reads nothing.
+    first = 0
+    while len(data) - first > _PIECE:
+      await self._part(data[first : first + _PIECE], True)
+      first += _PIECE
+    await self._part(data[first:], False)
     self.is_over = True
 
   async def _start(

@@ -25,7 +25,7 @@ from tunix.serve.sampling import read_sampling, read_top
 _MARKS = {
   "deepseek_v3": tool_calls.DEEPSEEK_MARKS,
   "gemma4": tool_calls.GEMMA_MARKS,
-  "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
+  "mistral": tool_calls.MISTRAL_MARKS,
   "harmony": harmony.MARKS,
   "granite": (tool_calls.GRANITE_CALLS,),
   "olmo3": (tool_calls.OLMO_CALLS, tool_calls.OLMO_END),
@@ -66,6 +66,14 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
   messages, tools = read_messages(fields), read_tools(fields)
   variables = fields.object("chat_template_kwargs")
   documents = fields.raw("documents")
+  if tools and not tokenizer.reads_tools():
+    raise bad(
+      "tools",
+      f"tools has {len(tools)} functions, and the chat template of this model prints "
+      "none; expected no tools. Start the server with a template that prints them "
+      "(chat_template.jinja in the model's folder), or describe them in a message",
+      "unsupported_parameter",
+    )
   adds = fields.flag("add_generation_prompt", True)
   fields.neutral(continue_final_message=(False,), add_special_tokens=(False,))
   context.check_size([messages, tools, documents, variables], "messages")

@@ -56,8 +56,8 @@ class CompletionJob:
       )
       for ids, _ in self._prompts
     ]
-    # State of a stream, by choice: characters sent, and whether it has begun.
-    self._sent: dict[int, int] = {}
+    # State of a stream, by choice that has begun.
+    self._offsets: dict[int, logprobs.Offsets] = {}
     self._tokens = 0
 
   def _room(self, ids: list[int], max_tokens: int | None) -> int:
@@ -79,7 +79,7 @@ class CompletionJob:
 
   def chunks(self, run: Run, part: Part) -> list[Any]:
     sample = part.delta.sample
-    is_first = part.request * self._n + sample not in self._sent
+    is_first = part.request * self._n + sample not in self._offsets
     grown = Collected(deltas=[part.delta])
     choice = self._choice(run, part.request, sample, grown, is_first=is_first)
     usage = {"usage": None} if self.stream.with_usage else {}
@@ -118,10 +118,9 @@ class CompletionJob:
       "logprobs": None,
       "finish_reason": "length" if self._only_prompt and reason else reason,
     }
+    offsets = self._offsets.setdefault(index, logprobs.Offsets(self._context.texts))
     if self._top is not None:
-      offset = self._sent.get(index, 0)
-      choice["logprobs"] = self._logprobs(run, number, grown, echoes, offset)
-    self._sent[index] = self._sent.get(index, 0) + len(text)
+      choice["logprobs"] = self._logprobs(run, number, grown, echoes, offsets)
     if self._with_ids:
       choice["token_ids"] = tokens
       choice["prompt_token_ids"] = ids if is_first else None
@@ -131,7 +130,12 @@ class CompletionJob:
     return choice
 
   def _logprobs(
-    self, run: Run, number: int, grown: Collected, echoes: bool, offset: int
+    self,
+    run: Run,
+    number: int,
+    grown: Collected,
+    echoes: bool,
+    offsets: logprobs.Offsets,
   ) -> dict[str, Any]:
     top = self._top or 0
     scored = Scored([], [])
@@ -144,7 +148,7 @@ class CompletionJob:
       self._context.texts,
       has_top=top > 0,
       as_ids=self._as_ids,
-      offset=offset,
+      offsets=offsets,
     )
 
   def _scored_prompt(self, run: Run, number: int, top: int) -> Scored:

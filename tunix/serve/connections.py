@@ -165,8 +165,15 @@ def protocol(settings: ServeSettings) -> Any:
     def connection_made(self, transport: Any) -> None:
       super().connection_made(transport)
       self._address = connections.address(self.client[0] if self.client else None)
-      self.app = bounded(self.app, connections, self._address)
+      self._bounded = bounded(self.app, connections, self._address)
+      self.app = self._answer
       self._watch(is_reading=True)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+      cycle = self.cycle
+      await self._bounded(scope, receive, send)
+      if not cycle.response_complete:
+        self.abort()  # the client took no part of the answer in time
 
     def connection_lost(self, exc: Exception | None) -> None:
       super().connection_lost(exc)

@@ -215,9 +215,9 @@ class Context:
     if wanted > left:
       raise bad(
         "max_tokens",
-        f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}: the model's "
-        f"maximum context length is {limit} tokens. Shorten the prompt, or ask for "
-        "fewer tokens",
+        f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}: the maximum "
+        f"context length of this server is {limit} tokens (--max_tokens). Shorten the "
+        "prompt, or ask for fewer tokens",
         "context_length_exceeded",
       )
     return wanted

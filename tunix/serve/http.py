@@ -28,6 +28,10 @@ class Call:
   tenant: str | None = None
 
 
+async def _nothing() -> None:
+  pass
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
   """An answer that is sent as a whole.
@@ -37,12 +41,14 @@ class Answer:
     content: an object to write as JSON, or bytes.
     media_type: type of bytes.
     headers: further headers.
+    close: called when the client has the answer, or has gone.
   """
 
   status: int = 200
   content: Any = None
   media_type: str = "application/json"
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  close: Callable[[], Awaitable[None]] = _nothing
 
   def data(self) -> bytes:
     """Returns the body."""

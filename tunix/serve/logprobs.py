@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tunix.generate.engine.request import TopLogprobs
+from tunix.generate.token_bytes import token_bytes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # JSON has no infinity; vLLM writes the same number for a token that cannot be drawn.
@@ -29,13 +31,44 @@ class TokenTexts:
     decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
     return decode([token, token])[len(decode([token])) :]
 
-  def width(self, token: int) -> int:
-    """Returns the number of characters in a text without special tokens."""
-    return 0 if token in self._special else len(self.text(token))
+  @functools.cached_property
+  def _bytes(self) -> list[bytes | None]:
+    try:
+      return token_bytes(self._tokenizer)
+    except ValueError:  # the decoder changes tokens according to their neighbors
+      return []
+
+  def data(self, token: int) -> bytes | None:
+    """Returns the bytes of a token, which may be a part of a character, if known."""
+    text = self.text(token)
+    if _INCOMPLETE not in text:
+      return text.encode("utf-8", "replace")
+    return self._bytes[token] if token < len(self._bytes) else None
+
+  def shown(self, token: int) -> bytes:
+    """Returns the bytes of a token in a text without special tokens."""
+    return b"" if token in self._special else self.data(token) or b"?"
 
   def named(self, token: int, as_ids: bool) -> str:
     """Returns the text, or "token_id:N" if clients ask for ids."""
     return f"token_id:{token}" if as_ids else self.text(token)
+
+
+class Offsets:
+  """Places of the tokens of a growing text, in characters.
+
+  A token inside a character has the place of this character.
+  """
+
+  def __init__(self, texts: TokenTexts):
+    self._texts, self._place = texts, 0
+    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+  def push(self, token: int) -> int:
+    """Returns the place of the next token."""
+    place = self._place
+    self._place += len(self._decode(self._texts.shown(token)))
+    return place
 
 
 class Scored:
@@ -68,7 +101,7 @@ class Scored:
 
 
 def completion_form(
-  scored: Scored, texts: TokenTexts, *, has_top: bool, as_ids: bool, offset: int = 0
+  scored: Scored, texts: TokenTexts, *, has_top: bool, as_ids: bool, offsets: Offsets
 ) -> dict[str, Any]:
   """Returns `choices[].logprobs` of /v1/completions.
 
@@ -77,13 +110,9 @@ def completion_form(
     texts: texts of tokens.
     has_top: give the most likely tokens; the token itself is always among them.
     as_ids: name tokens "token_id:N".
-    offset: characters before the first token.
+    offsets: places of the tokens so far.
   """
   name = functools.partial(texts.named, as_ids=as_ids)
-  offsets = []
-  for token in scored.tokens:
-    offsets.append(offset)
-    offset += texts.width(token)
   tops = [
     None if logprob is None else _top_dict(row, token, logprob, name)
     for row, token, logprob in zip(scored.top, scored.tokens, scored.logprobs)
@@ -92,7 +121,7 @@ def completion_form(
     "tokens": [name(token) for token in scored.tokens],
     "token_logprobs": scored.logprobs,
     "top_logprobs": tops if has_top else None,
-    "text_offset": offsets,
+    "text_offset": [offsets.push(token) for token in scored.tokens],
   }
 
 
@@ -111,12 +140,11 @@ def chat_form(scored: Scored, texts: TokenTexts, *, as_ids: bool) -> dict[str, A
   """Returns `choices[].logprobs` of /v1/chat/completions."""
 
   def entry(token: int, logprob: float | None) -> dict[str, Any]:
-    text = texts.text(token)
-    known = _INCOMPLETE not in text  # else the bytes are part of a character
+    data = texts.data(token)
     return {
       "token": texts.named(token, as_ids),
       "logprob": LOWEST if logprob is None else logprob,
-      "bytes": list(text.encode("utf-8", "replace")) if known else None,
+      "bytes": None if data is None else list(data),
     }
 
   content = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import signal
 import socket
 import threading
@@ -15,9 +17,12 @@ from tunix.serve.context import Grammars, LoadModel
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 
-# Seconds after `drain_timeout` in which the last answers are sent.
-_GRACE = 5
+_LOG = logging.getLogger(__name__)
+# Seconds after `drain_timeout` in which the last answers are sent, and then those in
+# which threads end.
+_GRACE = _LAST = 5
 _STOP = 30  # seconds that the engine's thread gets to finish its launch
+_LOOK = 0.2  # seconds between two looks for the signal
 _KEEP_ALIVE = 30  # seconds until an idle connection is closed
 
 
@@ -81,6 +86,8 @@ def serve(
   load_model: LoadModel | None = None,
   on_start: Callable[[str], None] | None = None,
   more: More | None = None,
+  on_stop: Callable[[], None] = lambda: None,
+  ends_process: bool = False,
 ) -> None:
   """Serves until SIGTERM or SIGINT; starts and stops the driver.
 
@@ -91,19 +98,43 @@ def serve(
     load_model: see `make_app`.
     on_start: see `make_server`.
     more: see `make_app`.
+    on_stop: called after the last answer, in a thread, while the driver stops.
+    ends_process: end the process 10 s after `drain_timeout`, whatever its threads
+      compute. For programs that do nothing else.
 
   Raises:
     ImportError: a package of the extra `serve` is missing.
     OSError: the address cannot be used.
   """
-  app = make_app(driver, settings, grammars=grammars, load_model=load_model, more=more)
-  server = make_server(app, settings, on_start)
-  if not driver.alive:
-    driver.start()
-  try:
+  is_over, stopping = threading.Event(), threading.Thread(target=on_stop)
+  with contextlib.ExitStack() as ends:  # called in the reverse order
+    ends.callback(is_over.set)
+    ends.callback(stopping.join)
+    ends.callback(driver.stop, timeout=_STOP)
+    ends.callback(stopping.start)
+    app = make_app(
+      driver, settings, grammars=grammars, load_model=load_model, more=more
+    )
+    server = make_server(app, settings, on_start)
+    if ends_process:
+      limit = settings.drain_timeout + _GRACE + _LAST
+      watch = threading.Thread(
+        target=_end_in_time, args=(server, limit, is_over), daemon=True
+      )
+      watch.start()
+    if not driver.alive:
+      driver.start()
     run_until_signal(server)
-  finally:
-    driver.stop(timeout=_STOP)
+
+
+def _end_in_time(server: Any, seconds: float, is_over: threading.Event) -> None:
+  """Ends the process some seconds after the signal: a compilation cannot be stopped."""
+  while not server.should_exit:
+    if is_over.wait(_LOOK):
+      return
+  if not is_over.wait(seconds):
+    _LOG.warning("threads run %g s after the signal; the process ends", seconds)
+    os._exit(0)
 
 
 def run_until_signal(server: Any) -> None:

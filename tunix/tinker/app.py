@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -14,7 +16,7 @@ from tunix.serve.errors import ApiError
 from tunix.serve.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.http import Answer, Call, read_json
 from tunix.serve.settings import ServeSettings
-from tunix.tinker import requests, rest, wire
+from tunix.tinker import fields, requests, rest, wire
 from tunix.tinker.errors import (
   BusyError,
   GoneError,
@@ -26,7 +28,12 @@ from tunix.tinker.rest import TinkerCall
 from tunix.tinker.service import Service
 from tunix.utils import optional
 
+_LOG = logging.getLogger(__name__)
 _PROTO = "application/x-protobuf"
+_WINDOW = 2**23  # bytes of a zstd window: RFC 8878 has decoders take this many
+# Bytes of results that the clients of a tenant take at the same time. In JSON, and in
+# the lists before it, a value takes about ten times its bytes.
+_SENT, _JSON_BYTES = 2**26, 10
 _POLL = 1.0  # seconds between two looks of a waiting request, beside the bell
 # The client tries again after 408, 409, 429 and 5xx, so final errors have other codes.
 _STATUS: dict[type[TinkerError], int] = {
@@ -125,6 +132,14 @@ class _TinkerEndpoint(Endpoint):
         return await route(call, service)
       except TinkerError as error:
         raise _api_error(error, context.settings) from error
+      except OSError as error:
+        _LOG.warning("%s cannot write: %s", path, error)
+        raise ApiError(
+          503,
+          f"the service cannot write the request: {error}. Send the request again, or "
+          "have its disk checked",
+          code="service_failed",
+        ) from error
 
     super().__init__(served, path, context)
 
@@ -191,7 +206,8 @@ def _inflated(data: bytes, most: int) -> bytes:
     "zstandard", "a compressed request", "tunix[tinker]"
   )
   try:
-    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    with decompressor.stream_reader(data) as reader:
       out = reader.read(most + 1)
   except zstandard.ZstdError as error:
     raise ApiError(400, f"the body is no zstd data: {error}") from error
@@ -206,7 +222,7 @@ def _is_whole(zstandard: Any, data: bytes, size: int) -> bool:
   """Returns False for a cut frame, of which zstandard returns the first part."""
   if (known := zstandard.frame_content_size(data)) >= 0:
     return size == known
-  frame = zstandard.ZstdDecompressor().decompressobj()
+  frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
   frame.decompress(data)
   return frame.eof
 
@@ -222,14 +238,18 @@ def _waiting(
 ) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
   """Returns the route that waits for a result, and else answers `try_again`."""
 
+  sent = collections.Counter[str]()  # bytes of answers that clients take, by tenant
+
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
-    id = wire.text(call.body, "request_id")
+    id = fields.text(call.body, "request_id")
     until = time.monotonic() + service.settings.wait_seconds
     while True:
       event = bell.event
       result = service.result(call.tenant, id)
       if result is not None:
-        break
+        size = result.nbytes * (1 if call.wants_proto else _JSON_BYTES)
+        if not sent[call.tenant] or sent[call.tenant] + size <= _SENT:
+          break
       left = until - time.monotonic()
       if left <= 0 or context.gate.is_draining:
         state = "paused_capacity" if service.sampling.is_short(id) else "active"
@@ -241,9 +261,19 @@ def _waiting(
           await event.wait()
       except TimeoutError:
         continue
-    if call.wants_proto and wire.has_proto(result):
-      data = await asyncio.to_thread(wire.to_proto, result)
-      return Answer(content=data, media_type=_PROTO)
-    return Answer(content=await asyncio.to_thread(wire.to_json, result))
+
+    async def close() -> None:
+      sent[call.tenant] -= size
+
+    is_proto = call.wants_proto and wire.has_proto(result)
+    sent[call.tenant] += size
+    try:
+      form = wire.to_proto if is_proto else wire.to_json
+      content = await asyncio.to_thread(form, result)
+    except BaseException:  # the client may have gone
+      await close()
+      raise
+    kind = _PROTO if is_proto else "application/json"
+    return Answer(content=content, media_type=kind, close=close)
 
   return retrieve

@@ -100,6 +100,8 @@ class Checkpoints:
     self._folder, self._base = folder, base
     folder.mkdir(parents=True, exist_ok=True)
     io.sweep(folder)
+    for old in folder.glob("*/*/.*.old"):
+      _settle(old)
 
   def save(
     self,
@@ -130,6 +132,8 @@ class Checkpoints:
         "pass overwrite=True"
       )
     final.parent.mkdir(parents=True, exist_ok=True)
+    # A start after a kill knows it by its name, which no checkpoint can have.
+    old = final.with_name(f".{final.name}.old")
     staging = final.parent / io.unfinished(final.name)
     staging.mkdir()
     try:
@@ -140,15 +144,13 @@ class Checkpoints:
       now = datetime.datetime.now(datetime.UTC).isoformat()
       io.write_json(staging / "meta.json", {**meta, "time": now, "size_bytes": size})
       if final.exists():
-        old = final.parent / io.unfinished(final.name)
         os.replace(final, old)
-        os.replace(staging, final)
-        shutil.rmtree(old)
-      else:
-        os.replace(staging, final)
+      os.replace(staging, final)
     except BaseException:
       shutil.rmtree(staging, ignore_errors=True)
       raise
+    finally:
+      _settle(old)
 
   def meta(self, place: Place) -> dict[str, Any]:
     """Returns the JSON values of a checkpoint.
@@ -252,6 +254,15 @@ class Checkpoints:
   def _at(self, place: Place) -> pathlib.Path:
     run = urllib.parse.quote(place.run, safe="")
     return self._folder / run / place.kind / place.name
+
+
+def _settle(old: pathlib.Path) -> None:
+  """Removes a checkpoint that was replaced, or gives its name back if it was not."""
+  final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+  if final.exists():
+    shutil.rmtree(old, ignore_errors=True)
+  elif old.exists():
+    os.replace(old, final)
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:

@@ -121,11 +121,16 @@ def _vector(
       f"{where}: {name} has shape {list(value.shape)}; expected [{size}], one value "
       f"for each token of model_input.{more} Correct the datum"
     )
-  out = value.astype(kind)
-  if kind == np.float32 and not np.isfinite(out).all():
+  with np.errstate(all="ignore"):  # of values that are refused below
+    out = value.astype(kind)
+  is_right = out == value if kind == np.int64 else np.isfinite(out)
+  if name == "mask":
+    is_right = (out >= 0) & (out <= 1)
+  if not is_right.all():
+    expected = "integers" if kind == np.int64 else "finite numbers"
     raise TinkerError(
-      f"{where}: {name} has NaN or infinite values; expected finite ones. Correct the "
-      "datum"
+      f"{where}: {name} has the value {value[~is_right][0]}; expected "
+      f"{'numbers from 0 to 1' if name == 'mask' else expected}. Correct the datum"
     )
   return out
 

@@ -28,6 +28,7 @@ from tunix.ops import policy_gradient
 from tunix.ops.reductions import safe_exp
 from tunix.tinker.errors import NotServedError, TinkerError
 
+_MOST = 1e30  # of a bound of the ratio, and of beta
 Inputs = Mapping[str, jax.Array]
 Config = Mapping[str, float]
 
@@ -116,6 +117,10 @@ def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float
       on the wrong side of 1.
   """
   config = dict(loss_named(name).defaults)
+  if given is not None and not isinstance(given, Mapping):
+    raise TinkerError(
+      f"loss_fn_config is {str(given)[:80]!r}; expected an object. Correct it"
+    )
   for key, value in (given or {}).items():
     if key not in config:
       known = ", ".join(config) or "no key"
@@ -126,11 +131,12 @@ def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float
       raise TinkerError(
         f"loss_fn_config.{key} is {value!r}; expected a number. Correct the value"
       )
-    config[key] = float(value)
+    config[key] = value
   for key, value in config.items():
-    if not abs(value) < float("inf"):
+    if not 0 <= value <= _MOST:
       raise TinkerError(
-        f"loss_fn_config.{key} is {value}; expected a finite number. Give {name} one"
+        f"loss_fn_config.{key} is {str(value)[:80]}; expected a number from 0 to "
+        f"{_MOST:g}. Give {name} one"
       )
   low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
   if low is not None and high is not None and not 0 <= low <= 1 <= high:
@@ -138,7 +144,7 @@ def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float
       f"clip_low_threshold is {low} and clip_high_threshold {high}; expected 0 <= low "
       "<= 1 <= high, bounds of the ratio p / q. Correct them"
     )
-  return config
+  return {key: float(value) for key, value in config.items()}
 
 
 def weighted(name: str, logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:

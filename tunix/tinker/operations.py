@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.tinker import checkpoints, data, losses
-from tunix.tinker.errors import TinkerError
+from tunix.tinker import checkpoints, data, fields, losses
+from tunix.tinker.errors import QuotaError, TinkerError
 from tunix.tinker.learner import AdamParams
 from tunix.tinker.runs import Op
+from tunix.tinker.settings import TinkerSettings
 
 
 def gradient(
@@ -23,10 +24,14 @@ def gradient(
   *,
   backward: bool,
   vocab_size: int,
-  max_tokens: int,
+  limits: TinkerSettings,
 ) -> Op:
   """Returns a forward or forward-backward request; see `data.check_rows`."""
-  checked = data.check_rows(rows, loss, vocab_size=vocab_size, max_tokens=max_tokens)
+  _check_size("rows", len(rows), limits.max_rows)
+  _check_size("tokens", sum(x.tokens.size for x in rows), limits.max_request_tokens)
+  checked = data.check_rows(
+    rows, loss, vocab_size=vocab_size, max_tokens=limits.max_tokens
+  )
   return Op(
     kind="forward_backward" if backward else "forward",
     args={"loss_fn": loss, "config": losses.configured(loss, config)},
@@ -34,12 +39,19 @@ def gradient(
   )
 
 
-def update(params: Mapping[str, Any]) -> Op:
+def _check_size(what: str, count: int, most: int) -> None:
+  if count > most:
+    raise QuotaError(
+      f"the request has {count} {what}; expected at most {most}. Send several requests"
+    )
+
+
+def update(params: Any) -> Op:
   """Returns an AdamW update, given the fields of `AdamParams`."""
   try:
-    checked = AdamParams(**params)
+    checked = AdamParams(**fields.table({"adam_params": params}, "adam_params"))
   except (TypeError, ValueError) as error:
-    raise TinkerError(f"adam_params: {error}") from error
+    raise TinkerError(f"adam_params: {str(error)[:500]}") from error
   return Op(kind="optim_step", args=dataclasses.asdict(checked))
 
 

@@ -46,8 +46,14 @@ class Quotas:
 
   def check_model(self, tenant: str, spec: AdapterSpec) -> None:
     """Raises QuotaError if the tenant has no room for one more model."""
-    mine = [x for x in self._worker.runs(tenant) if not x.is_unloaded]
-    limits = self._limits
+    limits, runs = self._limits, self._worker.runs(tenant)
+    if len(runs) >= limits.max_runs:
+      raise QuotaError(
+        f"the tenant has {len(runs)} models, with those that were unloaded; expected "
+        f"fewer than the limit of {limits.max_runs}. Ask for a service with another "
+        "root or a higher max_runs"
+      )
+    mine = [x for x in runs if not x.is_unloaded]
     if len(mine) >= limits.max_models:
       raise QuotaError(
         f"the tenant has {len(mine)} loaded models; expected fewer than the limit of "
@@ -63,10 +69,17 @@ class Quotas:
       )
 
   def check_pending(self, tenant: str) -> None:
-    """Raises BusyError if as many requests of the tenant wait as may."""
-    waiting = sum(x.pending for x in self._worker.runs(tenant))
+    """Raises BusyError if as many requests of the tenant wait as may, or large ones."""
+    runs = self._worker.runs(tenant)
+    used = sum(x.pending_bytes for x in runs)
+    if used >= self._limits.max_pending_bytes:
+      raise BusyError(
+        f"the tenant's waiting requests have {used:,} bytes; expected fewer than the "
+        f"limit of {self._limits.max_pending_bytes:,}. Send the request again later"
+      )
+    waiting = sum(x.pending for x in runs)
     if self._sampler is not None:
-      waiting += self._sampler.pending(self._records.sessions(tenant))
+      waiting += self._sampler.pending(tenant)
     if waiting >= self._limits.max_pending:
       raise BusyError(
         f"{waiting} requests of the tenant wait; expected fewer than the limit of "

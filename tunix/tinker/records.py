@@ -20,10 +20,12 @@ class Records:
 
   Args:
     root: folder of the service; the records are in `sessions` and `samplers`.
+    most: most sessions of a tenant, and most sampling sessions. A new one replaces the
+      oldest.
   """
 
-  def __init__(self, root: pathlib.Path):
-    self._root = root
+  def __init__(self, root: pathlib.Path, most: int):
+    self._root, self._most = root, most
     self._lock = threading.Lock()
     self._sessions = self._read("sessions")
     self._samplers = self._read("samplers")
@@ -32,9 +34,7 @@ class Records:
     """Returns the id of a new session."""
     id = f"s{secrets.token_hex(12)}"
     record = {"id": id, "owner": tenant, "metadata": dict(metadata), "time": now()}
-    self._write("sessions", record)
-    with self._lock:
-      self._sessions[id] = record
+    self._add("sessions", self._sessions, record)
     return id
 
   def session(self, tenant: str, id: str) -> dict[str, Any]:
@@ -71,9 +71,7 @@ class Records:
     with self._lock:
       is_known = self._samplers.get(id) == record
     if not is_known:
-      self._write("samplers", record)
-      with self._lock:
-        self._samplers[id] = record
+      self._add("samplers", self._samplers, record)
     return id
 
   def sampler(self, tenant: str, id: str) -> dict[str, Any]:
@@ -83,6 +81,11 @@ class Records:
       NotFoundError: the tenant has no such session.
     """
     return self._found(self._samplers, "sampling session", tenant, id)
+
+  def sampling_tenant(self, id: str) -> str:
+    """Returns the tenant of a sampling request; empty if its session is gone."""
+    with self._lock:
+      return self._samplers.get(id.rpartition(":")[0], {"owner": ""})["owner"]
 
   def samplers_of(self, session: str) -> list[str]:
     """Returns the ids of the sampling sessions of a session."""
@@ -98,16 +101,24 @@ class Records:
       raise missing(what, id)
     return record
 
-  def _write(self, kind: str, record: dict[str, Any]) -> None:
-    file = f"{urllib.parse.quote(record['id'], safe='')}.json"
-    io.write_json(self._root / kind / file, record)
+  def _add(
+    self, kind: str, records: dict[str, dict[str, Any]], record: dict[str, Any]
+  ) -> None:
+    file = lambda id: self._root / kind / f"{urllib.parse.quote(id, safe='')}.json"
+    io.write_json(file(record["id"]), record)
+    with self._lock:
+      records[record["id"]] = record
+      mine = [id for id, x in records.items() if x["owner"] == record["owner"]]
+      for old in mine[: max(0, len(mine) - self._most)]:
+        del records[old]
+        file(old).unlink(missing_ok=True)
 
   def _read(self, kind: str) -> dict[str, dict[str, Any]]:
     folder = self._root / kind
     folder.mkdir(parents=True, exist_ok=True)
     io.sweep(folder)
     records = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(folder.glob("*.json"), key=lambda x: x.stat().st_mtime_ns):
       with record_file.checked(file):
         record = json.loads(file.read_text("utf-8"))
         records[record["id"]] = record

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from tunix.tinker import wire
+from tunix.tinker import fields, wire
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learner import AdapterSpec
 from tunix.tinker.rest import TinkerCall, check_optimizer
@@ -52,7 +52,8 @@ def _capabilities(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
   metadata = {
-    name: call.body.get(name) for name in ("user_metadata", "display_name", "tags")
+    name: fields.small(call.body, name)
+    for name in ("user_metadata", "display_name", "tags")
   }
   return {
     "type": "create_session",
@@ -65,34 +66,30 @@ def _create_session(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 
 def _heartbeat(call: TinkerCall, service: Service) -> dict[str, Any]:
-  service.session(call.tenant, wire.text(call.body, "session_id"))
+  service.session(call.tenant, fields.text(call.body, "session_id"))
   return {"type": "session_heartbeat"}
 
 
 def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
   check_optimizer(body.get("optimizer_config"))
-  given = body.get("lora_config")
-  if not isinstance(given, dict):
-    raise TinkerError(
-      "lora_config is missing; expected the rank of an adapter. Send it"
-    )
+  given = fields.table(body, "lora_config")
   try:
     spec = AdapterSpec(
-      rank=wire.integer(given, "rank"),
-      train_attn=bool(given.get("train_attn", True)),
-      train_mlp=bool(given.get("train_mlp", True)),
+      rank=fields.integer(given, "rank"),
+      train_attn=fields.flag(given, "train_attn", True),
+      train_mlp=fields.flag(given, "train_mlp", True),
     )
   except (TypeError, ValueError) as error:
     raise TinkerError(f"lora_config: {error}") from error
   id, model = service.create_model(
     call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "model_seq_id"),
+    fields.text(body, "session_id"),
+    fields.integer(body, "model_seq_id"),
     spec,
-    base_model=wire.text(body, "base_model"),
-    seed=None if given.get("seed") is None else wire.integer(given, "seed"),
-    metadata=body.get("user_metadata"),
+    base_model=fields.text(body, "base_model"),
+    seed=fields.whole(given, "seed", None, most=2**32 - 1),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
@@ -125,78 +122,76 @@ def _gradient(call: TinkerCall, service: Service, backward: bool) -> dict[str, A
 
 def _optim_step(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  model, number = wire.text(body, "model_id"), wire.integer(body, "seq_id")
-  given = body.get("adam_params")
-  params = {"adam_params": given} if given is None else given
-  id = service.training.optim_step(call.tenant, model, number, params)
+  model, number = fields.text(body, "model_id"), fields.integer(body, "seq_id")
+  id = service.training.optim_step(call.tenant, model, number, body.get("adam_params"))
   return _future(id, model)
 
 
 def _save(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  model = wire.text(body, "model_id")
+  model = fields.text(body, "model_id")
   id = service.training.save_weights(
     call.tenant,
     model,
-    wire.integer(body, "seq_id"),
-    wire.optional_text(body, "path"),
-    overwrite=bool(body.get("overwrite")),
+    fields.integer(body, "seq_id"),
+    fields.optional_text(body, "path"),
+    overwrite=fields.flag(body, "overwrite", False),
     ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
 
 def _save_for_sampler(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  model = wire.text(body, "model_id")
+  model = fields.text(body, "model_id")
   id = service.training.save_weights_for_sampler(
     call.tenant,
     model,
-    wire.integer(body, "seq_id"),
-    wire.optional_text(body, "path"),
-    sampler_number=body.get("sampling_session_seq_id"),
+    fields.integer(body, "seq_id"),
+    fields.optional_text(body, "path"),
+    sampler_number=fields.whole(body, "sampling_session_seq_id", None),
     ttl_seconds=body.get("ttl_seconds"),
-    metadata=body.get("user_metadata"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
 
 def _load(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  path, optimizer = wire.text(body, "path"), bool(body.get("optimizer"))
+  path, optimizer = fields.text(body, "path"), fields.flag(body, "optimizer", False)
   check_optimizer(body.get("optimizer_config"))
-  if (model := wire.optional_text(body, "model_id")) is not None:
-    number = wire.integer(body, "seq_id")
+  if (model := fields.optional_text(body, "model_id")) is not None:
+    number = fields.integer(body, "seq_id")
     id = service.training.load_weights(
       call.tenant, model, number, path, optimizer=optimizer
     )
     return _future(id, model)
   id, model = service.create_from_checkpoint(
     call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "model_seq_id"),
+    fields.text(body, "session_id"),
+    fields.integer(body, "model_seq_id"),
     path,
     optimizer=optimizer,
-    base_model=wire.optional_text(body, "base_model"),
-    metadata=body.get("user_metadata"),
+    base_model=fields.optional_text(body, "base_model"),
+    metadata=fields.metadata(body),
   )
   return _future(id, model)
 
 
 def _unload(call: TinkerCall, service: Service) -> dict[str, Any]:
-  model = wire.text(call.body, "model_id")
+  model = fields.text(call.body, "model_id")
   return _future(service.training.unload_model(call.tenant, model), model)
 
 
 def _create_sampling_session(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
-  service.check_base(wire.optional_text(body, "base_model"))
+  service.check_base(fields.optional_text(body, "base_model"))
   id = service.sampling.create(
     call.tenant,
-    wire.text(body, "session_id"),
-    wire.integer(body, "sampling_session_seq_id"),
-    wire.optional_text(body, "model_path"),
+    fields.text(body, "session_id"),
+    fields.integer(body, "sampling_session_seq_id"),
+    fields.optional_text(body, "model_path"),
   )
   return {"type": "create_sampling_session", "sampling_session_id": id}
 
@@ -206,17 +201,17 @@ def _sample(call: TinkerCall, service: Service) -> dict[str, Any]:
   prompt = wire.model_input(body.get("prompt"))
   id = service.sampling.sample(
     call.tenant,
-    wire.text(body, "sampling_session_id"),
-    wire.integer(body, "seq_id"),
+    fields.text(body, "sampling_session_id"),
+    fields.integer(body, "seq_id"),
     prompt,
     body,
   )
-  count = body.get("num_samples", 1)
+  count = fields.whole(body, "num_samples", 1)
   return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(count)]}
 
 
 def _cancel(call: TinkerCall, service: Service) -> dict[str, Any]:
-  service.sampling.cancel(call.tenant, wire.text(call.body, "request_id"))
+  service.sampling.cancel(call.tenant, fields.text(call.body, "request_id"))
   return {}
 
 

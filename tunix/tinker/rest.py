@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tunix.serve.http import Answer, Call
-from tunix.tinker import checkpoints, wire
+from tunix.tinker import checkpoints, fields
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.runs import Run
@@ -60,7 +60,7 @@ def _telemetry(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 
 def _info(call: TinkerCall, service: Service) -> dict[str, Any]:
-  run = service.run(call.tenant, wire.text(call.body, "model_id"))
+  run = service.run(call.tenant, fields.text(call.body, "model_id"))
   return {
     "type": "get_info",
     "model_id": run.id,
@@ -76,7 +76,7 @@ def _info(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 
 def _weights_info(call: TinkerCall, service: Service) -> dict[str, Any]:
-  place = service.place(call.tenant, wire.text(call.body, "tinker_path"))
+  place = service.place(call.tenant, fields.text(call.body, "tinker_path"))
   spec = service.store.meta(place)["spec"]
   return {
     "base_model": service.name,

@@ -49,6 +49,20 @@ class Result:
     return _OVERHEAD + sum(x.nbytes for x in self.arrays.values())
 
 
+def start_record(count: int, **key: Any) -> bytes:
+  """Returns the record for a journal of the starts of a request so far."""
+  return packed.pack({"type": "start", **key, "count": count}, {})
+
+
+def stopped_too_often(starts: int) -> Result:
+  """Returns the result of a request that was begun too often and never ended."""
+  return Result(
+    error=f"the service ended {starts} times while it computed this request; expected "
+    f"at most {starts} starts. Send a smaller request, or read the server's log",
+    category="server",
+  )
+
+
 class Results(Generic[Key]):
   """Results by key. Where they take too much, the oldest ones are dropped.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
 import zlib
 from collections.abc import Iterable, Mapping
@@ -28,11 +29,14 @@ import numpy as np
 from tunix.tinker import journal, packed
 from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
 from tunix.tinker.learner import AdapterSpec, AdapterState
-from tunix.tinker.results import Result, Results
+from tunix.tinker.results import Result, Results, start_record
 from tunix.tinker.settings import TinkerSettings
 from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordError, RecordFile
 
+_LOG = logging.getLogger(__name__)
+# Tokens that a request, and each of its rows, count as besides their own.
+_REQUEST_TOKENS, _ROW_TOKENS = 256, 16
 # Bytes that a journal grows until the state is written, however few steps there were.
 _LARGE = 256 * 2**20
 
@@ -50,6 +54,13 @@ class Op:
   kind: str
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+  @property
+  def tokens(self) -> int:
+    """Tokens that a turn of the request counts as."""
+    sizes = (self.arrays[x].size for x in ("tokens", "lengths") if x in self.arrays)
+    tokens, rows = next(sizes, 0), next(sizes, 0)
+    return _REQUEST_TOKENS + tokens + _ROW_TOKENS * rows
 
   def record(self, **key: Any) -> bytes:
     """Returns the record for a journal, with a key for the reader."""
@@ -89,6 +100,7 @@ class Run:
     self._retrieved: set[int] = set()
     self._waiting: dict[int, Op] = {}
     self._sums: dict[int, int] = {}
+    self._starts: dict[int, int] = {}  # of waiting requests, here and before
     self._generation = _generation_of(folder)
     self._remove_others()
     self.done = -1
@@ -161,14 +173,41 @@ class Run:
     """Number of requests that wait or run, without those that are repeated."""
     return sum(number not in self.results for number in self._waiting)
 
+  @property
+  def pending_bytes(self) -> int:
+    """Bytes of the arrays of requests that wait or run."""
+    return sum(x.nbytes for op in self._waiting.values() for x in op.arrays.values())
+
+  def begin(self, number: int) -> int:
+    """Counts a start of a request; returns the starts before, in any process."""
+    before = self._starts.get(number, 0)
+    self._count(number, before + 1)
+    return before
+
+  def stop(self) -> None:
+    """Takes back the start of a request that runs, because the service stops it."""
+    if starts := self._starts.get(self.done + 1, 0):
+      self._count(self.done + 1, starts - 1)
+
+  def _count(self, number: int, starts: int) -> None:
+    self._starts[number] = starts
+    self._note(start_record(starts, number=number))
+
+  def _note(self, record: bytes) -> None:
+    """Writes a record that may be lost: its request is then computed again."""
+    try:
+      self._journal.append(record)
+    except OSError as error:
+      _LOG.warning("the journal of %s cannot be written: %s", self.id, error)
+
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
-      # Not synced: after a loss of power the request is computed again.
-      self._journal.append(result.record(number=number))
+      self._note(result.record(number=number))
       self.results[number] = result
     self.done = number
     del self._waiting[number]
+    self._starts.pop(number, None)
 
   def result(self, number: int) -> Result | None:
     """Returns a result, or None if it is not computed yet.
@@ -226,6 +265,7 @@ class Run:
     number = self._generation + 1
     records = [x.record(number=n) for n, x in self.results.items()]
     records += [x.record(number=n) for n, x in sorted(self._waiting.items())]
+    records += [start_record(x, number=n) for n, x in self._starts.items()]
     file = self.folder / f"journal-{number}"
     record_file.write(file, records)
     io.write_atomic(self.folder / "current", str(number).encode())
@@ -236,6 +276,15 @@ class Run:
     io.sync_folder(self.folder)
     self._remove_others()
     self.steps = 0
+
+  def forget(self) -> None:
+    """Drops the results of an unloaded run, but for that of its unload."""
+    unload = self.unload
+    for number in [n for n in self.results if n != unload]:
+      self.results.pop(number)
+    self.write_state({})
+    self.switch()
+    self.close()
 
   def stored_state(self) -> dict[str, np.ndarray] | None:
     """Returns the arrays of the last `write_state`, or None."""
@@ -258,6 +307,8 @@ class Run:
       number = meta["number"]
       if meta["type"] == "result":
         self.results[number] = Result.of(meta, arrays)
+      elif meta["type"] == "start":
+        self._starts[number] = meta["count"]
       elif number > self.done:
         op = Op(kind=meta["kind"], args=meta["args"], arrays=arrays)
         self._waiting[number] = op

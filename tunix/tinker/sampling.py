@@ -8,13 +8,14 @@ import hashlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import (
+  Completion,
   EngineDead,
   EngineRequest,
   RequestError,
@@ -22,103 +23,26 @@ from tunix.generate.engine.request import (
 )
 from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Place
-from tunix.tinker.errors import NotFoundError, NotServedError, TinkerError
+from tunix.tinker.errors import BusyError, NotFoundError, TinkerError
 from tunix.tinker.loaded_adapters import LoadedAdapters
-from tunix.tinker.results import Result, Results
+from tunix.tinker.results import Result, Results, start_record, stopped_too_often
 from tunix.tinker.runs import Op
+from tunix.tinker.turns import Room
 from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
-_WORKERS = 64  # requests that are in the engine's queue at the same time
+_PART = 16  # completions of a request that take a turn together
+_ROOM = 4  # completions in the engine's queue and slots, for each slot
 _LARGE = 256 * 2**20  # bytes that the journal grows until it is written anew
 _RESULT_BYTES = 2**30  # of results, beyond which the oldest ones are dropped
 _KEPT_AT_START = 4096  # results of the process before, whose retrieval is not known
 _KEPT_RESULTS = 1024  # retrieved results that can be retrieved again
-_MOST_SAMPLES = 1024  # of one request
-_MOST_TOPS = 128  # alternatives of a token
-_INT32 = 2**31 - 1
-_UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+_CANCELLED = "the request was cancelled; expected no cancellation"
 
 
-def check(args: Mapping[str, Any], prompt: np.ndarray, most: int) -> dict[str, Any]:
-  """Returns the arguments of a sampling request, with defaults.
-
-  Args:
-    args: fields of the request.
-    prompt: ids of the prompt.
-    most: most tokens of a prompt and its completion.
-
-  Raises:
-    NotServedError: a field that this service does not have.
-    TinkerError: a value that is out of range.
-  """
-  for name in _UNSERVED:
-    if args.get(name):
-      raise NotServedError(
-        f"{name} is {str(args[name])[:80]}, which this service does not have; expected "
-        "no value. Leave it out"
-      )
-  if not 1 <= prompt.size < most:
-    raise TinkerError(
-      f"the prompt has {prompt.size} tokens; expected 1 to {most - 1}. Shorten it"
-    )
-  params = args.get("sampling_params") or {}
-  if not isinstance(params, dict):
-    raise TinkerError(f"sampling_params is {str(params)[:80]!r}; expected an object")
-  room = most - prompt.size
-  top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
-  return {
-    "num_samples": _whole(args, "num_samples", 1, 1, _MOST_SAMPLES),
-    "max_tokens": _whole(params, "max_tokens", room, 1, most),
-    "temperature": params.get("temperature", 1.0),
-    "top_k": None if top_k in (-1, None) else top_k,
-    "top_p": None if top_p in (1, None) else top_p,
-    "seed": params.get("seed"),
-    "prompt_logprobs": bool(args.get("prompt_logprobs")),
-    "topk_prompt": _whole(args, "topk_prompt_logprobs", 0, 0, _MOST_TOPS),
-    "topk_sample": _whole(args, "topk_sample_logprobs", 0, 0, _MOST_TOPS),
-    "last_n": _whole(args, "prompt_logprobs_last_n", None, 1, max(prompt.size - 1, 1)),
-    **_stops(params.get("stop")),
-  }
-
-
-def _stops(stop: Any) -> dict[str, Any]:
-  """Returns `stop_ids` and `stop_strings` of a request: a text, texts, or ids."""
-  values = [stop] if isinstance(stop, str) else stop
-  if values is None or values == []:
-    return {"stop_ids": None if values is None else (), "stop_strings": ()}
-  if isinstance(values, list) and all(isinstance(x, str) for x in values):
-    return {"stop_ids": None, "stop_strings": tuple(values)}
-  if isinstance(values, list) and all(_is_whole(x, 0, _INT32) for x in values):
-    return {"stop_ids": tuple(values), "stop_strings": ()}
-  raise TinkerError(
-    f"stop is {str(stop)[:80]!r}; expected a text, a list of texts or a list of ids"
-  )
-
-
-def _whole(
-  args: Mapping[str, Any], name: str, default: int | None, least: int, most: int
-) -> int | None:
-  """Returns an integer of a request, or the default if it is missing.
-
-  Raises:
-    TinkerError: it is no integer in the range.
-  """
-  value = args.get(name)
-  if value is None:
-    return default
-  if not _is_whole(value, least, most):
-    raise TinkerError(
-      f"{name} is {str(value)[:80]}; expected an integer from {least} to {most}. "
-      "Correct it"
-    )
-  return value
-
-
-def _is_whole(value: Any, least: int, most: int) -> bool:
-  is_integer = isinstance(value, int) and not isinstance(value, bool)
-  return is_integer and least <= value <= most
+class _Cancelled(TinkerError):
+  """A request ended early: the client asked for it, or a part of it failed."""
 
 
 class Sampler:
@@ -129,6 +53,8 @@ class Sampler:
     folder: folder of the requests and results.
     load: returns the adapter of a checkpoint from disk.
     on_change: called after each result, in any thread.
+    owner_of: returns the tenant of a request, given its id.
+    max_starts: see `TinkerSettings`.
   """
 
   def __init__(
@@ -137,22 +63,31 @@ class Sampler:
     folder: pathlib.Path,
     load: Callable[[Place], dict[str, Any]],
     on_change: Callable[[], None],
+    owner_of: Callable[[str], str],
+    max_starts: int,
   ):
-    self._driver, self._on_change = driver, on_change
+    self._driver, self._on_change, self._owner_of = driver, on_change, owner_of
+    self._max_starts = max_starts
+    self._room = Room(_ROOM * driver.engine.config.slots)
     self._adapters = LoadedAdapters(driver, load)
     self._lock = threading.Lock()
     self._results = Results[str](_RESULT_BYTES)
     self._retrieved: collections.deque[str] = collections.deque()
     self._open: dict[str, Op] = {}
-    self._tickets: dict[str, Ticket] = {}
+    self._starts: dict[str, int] = {}  # of open requests, in this process and before
+    self._tickets: dict[str, list[Ticket]] = {}  # of open requests that began
+    self._cancelled: set[str] = set()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
     io.sweep(folder)
     self._file = folder / "requests"
     self._journal = self._reopened()
-    self._workers = concurrent.futures.ThreadPoolExecutor(_WORKERS, "tinker sampler")
-    for id, op in self._open.items():
-      self._workers.submit(self._run, id, op)
+    self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
+    for id, op in list(self._open.items()):
+      if self._starts.get(id, 0) < max_starts:
+        self._queue(id, op)
+      else:
+        self._end(id, stopped_too_often(max_starts))
 
   def hand_over(self, place: Place, adapters: dict[str, Any]) -> None:
     """Keeps a new adapter in memory for the first request that uses it."""
@@ -171,13 +106,15 @@ class Sampler:
     try:
       _request(id, op, None)
     except (TypeError, ValueError) as error:
-      raise TinkerError(str(error)) from error
+      raise TinkerError(str(error)[:500]) from error
     with self._lock:
+      if self._closes:
+        raise BusyError("the service ends: send the request again")
       if id in self._open or id in self._results:
         return
       self._journal.append(op.record(id=id), sync=True)
       self._open[id] = op
-    self._workers.submit(self._run, id, op)
+    self._queue(id, op)
 
   def result(self, id: str) -> Result | None:
     """Returns a result, or None if it is not computed yet.
@@ -195,70 +132,163 @@ class Sampler:
       f"there is no sampling request {id}; expected one that was sent. Send it again"
     )
 
-  def pending(self, sessions: Collection[str]) -> int:
-    """Returns the number of open requests of some sessions."""
-    mine = set(sessions)
+  def pending(self, tenant: str) -> int:
+    """Returns the number of open requests of a tenant."""
     with self._lock:
-      return sum(id.partition(":")[0] in mine for id in self._open)
+      return sum(self._owner_of(id) == tenant for id in self._open)
 
   def is_short(self) -> bool:
     """Returns True if a request waits for room in the bank of adapters."""
     with self._lock:
-      return any(id not in self._tickets for id in self._open)
+      return any(not self._tickets.get(id) for id in self._open)
 
   def cancel(self, id: str) -> None:
-    """Ends a request early, if it runs."""
+    """Ends a request early, if it is open."""
     with self._lock:
-      ticket = self._tickets.get(id)
-    if ticket is not None:
+      if id in self._open:
+        self._cancelled.add(id)
+      tickets = list(self._tickets.get(id, ()))
+    for ticket in tickets:
       self._driver.engine.cancel(ticket)
 
-  def close(self) -> None:
-    """Ends the threads; open requests stay in the journal."""
+  def stop(self) -> None:
+    """Begins no request, and ends those that run; they stay in the journal."""
     with self._lock:
+      if self._closes:
+        return
       self._closes = True
-      tickets = list(self._tickets.values())
+      for id in self._tickets:  # the end of this process is not their fault
+        self._starts[id] -= 1
+        self._note(start_record(self._starts[id], id=id))
+      tickets = [x for own in self._tickets.values() for x in own]
+    self._room.close()
     self._adapters.close()
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
-    self._workers.shutdown(wait=True, cancel_futures=True)
+
+  def close(self) -> None:
+    """Waits for the end of the threads."""
+    self.stop()
+    for pool in self._pools.values():
+      pool.shutdown(wait=True, cancel_futures=True)
     self._journal.close()
 
-  def _run(self, id: str, op: Op) -> None:
+  def _queue(self, id: str, op: Op) -> None:
+    """Has the threads of a tenant compute a request, in parts that take turns."""
+    tenant, count, most = self._owner_of(id), op.args["num_samples"], self._room.most
+    with self._lock:
+      pool = self._pools.get(tenant)
+      if pool is None:
+        pool = concurrent.futures.ThreadPoolExecutor(most, f"tinker samples {tenant}")
+        self._pools[tenant] = pool
+      # The last start is made alone, so that only a request that ends the process is
+      # counted once more.
+      is_last = self._starts.get(id, 0) >= max(1, self._max_starts - 1)
+    size = min(_PART, most)
+    parts = [
+      pool.submit(self._sample, tenant, id, op, i, min(size, count - i), is_last)
+      for i in range(0, count, size)
+    ]
+    waiting = iter(range(len(parts) - 1))
+
+    def ends(_: concurrent.futures.Future) -> None:
+      with self._lock:
+        is_whole = next(waiting, None) is None
+      if is_whole:
+        self._run(id, op, parts)
+
+    for part in parts:
+      part.add_done_callback(ends)
+
+  def _run(self, id: str, op: Op, parts: list[concurrent.futures.Future]) -> None:
+    """Records the result of a request whose parts have ended."""
     try:
-      result = self._sample(id, op)
-    except EngineDead:  # the request is repeated after a restart
-      return
+      errors = [x for part in parts if (x := part.exception()) is not None]
+      for error in sorted(errors, key=lambda x: isinstance(x, _Cancelled)):
+        raise error
+      found = [part.result() for part in parts]
+      result = _result(op, found[0][0], [x for _, own in found for x in own])
+    except (EngineDead, concurrent.futures.CancelledError):
+      return  # the request is repeated after a restart
     except (RequestError, TinkerError, TypeError, ValueError) as error:
       result = Result(error=str(error))
     except Exception as error:  # of the engine: it must reach the client
       _LOG.exception("the sampling request %s failed", id)
       text = f"the service failed: {type(error).__name__}: {error}"
       result = Result(error=text, category="server")
+    self._end(id, result)
+
+  def _end(self, id: str, result: Result) -> None:
     with self._lock:
-      if self._closes:  # likewise
+      if self._closes:  # the request is repeated after a restart
         return
-      self._journal.append(result.record(id=id))
       self._results[id] = result
-      self._open.pop(id, None)
-      self._tickets.pop(id, None)
+      for of_open in (self._open, self._tickets, self._starts):
+        of_open.pop(id, None)
+      self._cancelled.discard(id)
+      self._note(result.record(id=id))
+    self._on_change()
+
+  def _note(self, record: bytes) -> None:
+    """Writes a record that may be lost: its request is then computed again."""
+    try:
+      self._journal.append(record)
       if self._journal.size - self._began > _LARGE:
         self._journal.close()
         self._journal = self._compacted()
-    self._on_change()
+    except OSError as error:
+      _LOG.warning("the journal of samples cannot be written: %s", error)
 
-  def _sample(self, id: str, op: Op) -> Result:
+  def _sample(
+    self, tenant: str, id: str, op: Op, first: int, count: int, is_last: bool
+  ) -> tuple[Ticket, list[Completion]]:
+    """Computes a part of a request: completions from the number `first` on."""
     path = op.args["path"]
+    tokens = op.arrays["prompt"].size + count * op.args["max_tokens"]
+    with self._room.taken(tenant, self._room.most if is_last else count, tokens):
+      self._begin(id)
+      try:
+        return self._completed(id, _request(id, op, path, first, count))
+      except EngineDead:
+        raise
+      except Exception:
+        self.cancel(id)  # its other parts
+        raise
+
+  def _completed(
+    self, id: str, request: EngineRequest
+  ) -> tuple[Ticket, list[Completion]]:
+    path = request.adapter
     if path is not None:
       self._adapters.use(path)
     try:
-      ticket = self._driver.engine.submit(_request(id, op, path), streams=False)
+      ticket = self._driver.engine.submit(request, streams=False)
       with self._lock:
-        self._tickets[id] = ticket
-      return _result(op, ticket, Engine.collect(ticket))
+        self._tickets[id].append(ticket)
+        is_cancelled = self._closes or id in self._cancelled
+      if is_cancelled:  # before the ticket was known
+        self._driver.engine.cancel(ticket)
+      return ticket, Engine.collect(ticket)
     finally:
       if path is not None:
         self._adapters.release(path)
+
+  def _begin(self, id: str) -> None:
+    """Counts the start of a request, once in a process.
+
+    Raises:
+      EngineDead: the service ends.
+      TinkerError: the request was cancelled, or another part of it failed.
+    """
+    with self._lock:
+      if self._closes:
+        raise EngineDead(f"{id}: the service ends")
+      if id in self._cancelled:
+        raise _Cancelled(_CANCELLED)
+      if id not in self._tickets:
+        self._tickets[id] = []
+        self._starts[id] = self._starts.get(id, 0) + 1
+        self._note(start_record(self._starts[id], id=id))
 
   def _forget_after(self, id: str) -> None:
     if id not in self._retrieved:
@@ -274,7 +304,11 @@ class Sampler:
       if meta["type"] == "op":
         self._open[meta["id"]] = Op(kind="sample", args=meta["args"], arrays=arrays)
         continue
+      if meta["type"] == "start":
+        self._starts[meta["id"]] = meta["count"]
+        continue
       self._open.pop(meta["id"], None)
+      self._starts.pop(meta["id"], None)
       self._results[meta["id"]] = Result.of(meta, arrays)
     log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
@@ -284,6 +318,7 @@ class Sampler:
   def _compacted(self) -> RecordFile:
     """Returns a new journal with the open requests and the results that are kept."""
     records = [op.record(id=id) for id, op in self._open.items()]
+    records += [start_record(n, id=id) for id, n in self._starts.items()]
     records += [x.record(id=id) for id, x in self._results.items()]
     record_file.write(self._file, records)
     log = RecordFile(self._file)
@@ -291,16 +326,20 @@ class Sampler:
     return log
 
 
-def _request(id: str, op: Op, adapter: str | None) -> EngineRequest:
+def _request(
+  id: str, op: Op, adapter: str | None, first: int = 0, count: int | None = None
+) -> EngineRequest:
+  """Returns a request with completions from `first` on; None: with all of them."""
   args = op.args
   seed = args["seed"]
   if seed is None:  # the same after a restart
     seed = int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "little") >> 1
-  wants_prompt = args["prompt_logprobs"] or args["topk_prompt"] > 0
+  wants_prompt = first == 0 and (args["prompt_logprobs"] or args["topk_prompt"] > 0)
   return EngineRequest(
     prompt=op.arrays["prompt"],
     max_tokens=args["max_tokens"],
-    num_samples=args["num_samples"],
+    num_samples=args["num_samples"] if count is None else count,
+    first_row=first,
     temperature=args["temperature"],
     top_k=args["top_k"],
     top_p=args["top_p"],
@@ -318,7 +357,7 @@ def _request(id: str, op: Op, adapter: str | None) -> EngineRequest:
 def _result(op: Op, ticket: Ticket, completions: list[Any]) -> Result:
   args, size = op.args, op.arrays["prompt"].size
   if any(x.finish_reason == "cancelled" for x in completions):
-    return Result(error="the request was cancelled; expected no cancellation")
+    return Result(error=_CANCELLED)
   arrays = {
     "lengths": np.array([x.tokens.size for x in completions], np.int32),
     "tokens": np.concatenate([x.tokens for x in completions]).astype(np.int32),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.tinker import sampling
+from tunix.tinker import sampling_values
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.records import Records, missing
 from tunix.tinker.results import Result
@@ -25,6 +25,7 @@ class SamplingSessions:
     max_context: see the attribute.
     check_path: raises NotFoundError if a tenant has no checkpoint with a path.
     check_pending: raises BusyError if too many requests of a tenant wait.
+    max_tokens: see `TinkerSettings.max_request_tokens`.
 
   Attributes:
     max_context: most tokens of a prompt and its completion; None without an engine.
@@ -39,9 +40,10 @@ class SamplingSessions:
     max_context: int | None,
     check_path: Callable[[str, str], object],
     check_pending: Callable[[str], None],
+    max_tokens: int,
   ):
     self._records, self._base, self._sampler = records, base, sampler
-    self.max_context = max_context
+    self.max_context, self._max_tokens = max_context, max_tokens
     self._check_path, self._check_pending = check_path, check_pending
 
   def create(self, tenant: str, session: str, number: int, path: str | None) -> str:
@@ -99,7 +101,7 @@ class SamplingSessions:
     record = self.record(tenant, session)
     prompt = np.asarray(prompt, np.int32)
     try:
-      checked = sampling.check(args, prompt, self.max_context)
+      checked = sampling_values.check(args, prompt, self.max_context, self._max_tokens)
     except (TypeError, ValueError, AttributeError) as error:
       raise TinkerError(f"a field has another type: {error}. Correct it") from error
     self._check_pending(tenant)

@@ -69,7 +69,7 @@ class Service:
     if root is None:
       self._temporary = tempfile.TemporaryDirectory()
       root = pathlib.Path(self._temporary.name)
-    self._records = Records(root)
+    self._records = Records(root, settings.max_sessions)
     learner = Learner(
       model, alpha=settings.lora_alpha, batch_tokens=settings.batch_tokens
     )
@@ -78,7 +78,14 @@ class Service:
     self._sampler: Sampler | None = None
     if driver is not None:
       load = functools.partial(adapters_of, learner, store)
-      self._sampler = Sampler(driver, root / "samples", load, self._worker.ring)
+      self._sampler = Sampler(
+        driver,
+        root / "samples",
+        load,
+        self._worker.ring,
+        self._records.sampling_tenant,
+        settings.max_starts,
+      )
     self._quotas = Quotas(
       settings,
       learner=learner,
@@ -94,6 +101,7 @@ class Service:
       max_context=None if driver is None else driver.engine.config.max_tokens,
       check_path=lambda tenant, path: store.meta(self.place(tenant, path)),
       check_pending=self._quotas.check_pending,
+      max_tokens=settings.max_request_tokens,
     )
     self.training = TrainingRequests(
       self._worker,
@@ -101,7 +109,7 @@ class Service:
       self._records,
       base=name,
       vocab_size=model.config.vocab_size,
-      max_tokens=settings.max_tokens,
+      limits=settings,
       check_path=self.place,
     )
     hand_over = self._sampler.hand_over if self._sampler else lambda *_: None
@@ -110,6 +118,9 @@ class Service:
 
   def close(self) -> None:
     """Ends the threads. Requests that wait are computed after the next start."""
+    self._worker.stop()
+    if self._sampler is not None:
+      self._sampler.stop()
     self._worker.close()
     if self._sampler is not None:
       self._sampler.close()
@@ -255,7 +266,7 @@ class Service:
       GoneError: the result was retrieved and then dropped.
     """
     owner, _, number = id.rpartition(":")
-    if not number.isdigit():
+    if not (number.isascii() and number.isdigit() and len(number) < 20):
       raise missing("request", id)
     with self._worker.changed:
       if self._worker.is_run(owner):

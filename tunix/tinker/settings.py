@@ -29,7 +29,17 @@ class TinkerSettings:
     max_tokens: most tokens of one datum.
     batch_tokens: most tokens of a forward-backward micro-batch, padding included. A
       request with more is computed in several micro-batches, whose gradients are added.
+    max_rows: most rows of a forward-backward request.
+    max_request_tokens: most tokens of a request: of its rows, or `num_samples` times
+      `max_tokens` times the alternatives of a token.
     max_pending: most requests of one tenant that wait or run.
+    max_pending_bytes: most bytes of the rows of a tenant's waiting requests.
+    max_sessions: most sessions of one tenant, and most of its sampling sessions. A new
+      one replaces the oldest.
+    max_runs: most models of one tenant, the unloaded ones included.
+    max_starts: starts after which a request fails, if the process ended within each of
+      them, as it does when the machine has too little memory. A stop by SIGTERM is not
+      counted.
     max_checkpoints: most checkpoints of one tenant.
     keep_samplers: number of checkpoints per model that stay after
       `save_weights_and_get_sampling_client`; older clients of this kind can no longer
@@ -55,7 +65,13 @@ class TinkerSettings:
   max_bytes: int = 8 * 2**30
   max_tokens: int = 32768
   batch_tokens: int = 16384
+  max_rows: int = 1024
+  max_request_tokens: int = 2**20
   max_pending: int = 256
+  max_pending_bytes: int = 2**30
+  max_sessions: int = 10_000
+  max_runs: int = 10_000
+  max_starts: int = 3
   max_checkpoints: int = 1000
   keep_samplers: int = 8
   snapshot_steps: int = 16
@@ -72,7 +88,13 @@ class TinkerSettings:
       max_bytes=checks.BYTES,
       max_tokens=checks.COUNT,
       batch_tokens=checks.COUNT,
+      max_rows=checks.COUNT,
+      max_request_tokens=checks.COUNT,
       max_pending=checks.COUNT,
+      max_pending_bytes=checks.BYTES,
+      max_sessions=checks.COUNT,
+      max_runs=checks.COUNT,
+      max_starts=checks.COUNT,
       max_checkpoints=checks.COUNT,
       keep_samplers=checks.COUNT,
       snapshot_steps=checks.COUNT,

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunix.tinker import data, operations
+from tunix.tinker import data, fields, operations
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.quotas import Quotas
 from tunix.tinker.records import Records
 from tunix.tinker.runs import Op
+from tunix.tinker.settings import TinkerSettings
 from tunix.tinker.worker import Worker
 
 
@@ -27,7 +28,7 @@ class TrainingRequests:
     records: the sampling sessions.
     base: name of the base model.
     vocab_size: number of its ids.
-    max_tokens: most tokens of a row.
+    limits: numbers of rows and tokens of a request.
     check_path: raises TinkerError if a tenant may not use a path of a checkpoint.
   """
 
@@ -39,11 +40,11 @@ class TrainingRequests:
     *,
     base: str,
     vocab_size: int,
-    max_tokens: int,
+    limits: TinkerSettings,
     check_path: Callable[[str, str], object],
   ):
     self._worker, self._quotas, self._records = worker, quotas, records
-    self._base, self._vocab_size, self._max_tokens = base, vocab_size, max_tokens
+    self._base, self._vocab_size, self._limits = base, vocab_size, limits
     self._check_path = check_path
 
   def forward_backward(
@@ -84,14 +85,12 @@ class TrainingRequests:
         config,
         backward=backward,
         vocab_size=self._vocab_size,
-        max_tokens=self._max_tokens,
+        limits=self._limits,
       )
 
     return self.submit(tenant, model, number, make)
 
-  def optim_step(
-    self, tenant: str, model: str, number: int, params: Mapping[str, Any]
-  ) -> str:
+  def optim_step(self, tenant: str, model: str, number: int, params: Any) -> str:
     """Queues an AdamW update with the gradients since the last one."""
 
     return self.submit(tenant, model, number, lambda: operations.update(params))
@@ -193,9 +192,7 @@ class TrainingRequests:
       tenant, model, number: see `forward_backward`.
       make: makes the request; a TinkerError becomes the result of the future.
     """
-    number = int(number)
-    if number < 1:
-      raise TinkerError(f"seq_id is {number}; expected at least 1. Count from 1")
+    number = fields.integer({"seq_id": number}, "seq_id", least=1)
     self._worker.run(tenant, model)
     try:
       op = make()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.tinker import protobuf
+from tunix.tinker import fields, protobuf
 from tunix.tinker.data import Row
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.results import Result
@@ -37,7 +37,7 @@ class GradientRequest:
   model: str
   number: int
   loss: str
-  config: Mapping[str, object]
+  config: Any
   backward: bool
   read_rows: Callable[[], list[Row]]
 
@@ -182,10 +182,10 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
       "expected one. Check the version of the SDK"
     )
   return GradientRequest(
-    model=text(body, "model_id"),
-    number=integer(body, "seq_id"),
+    model=fields.text(body, "model_id"),
+    number=fields.integer(body, "seq_id"),
     loss=str(given.get("loss_fn")),
-    config=given.get("loss_fn_config") or {},
+    config=given.get("loss_fn_config"),
     backward=backward,
     read_rows=lambda: [_row_from_json(x) for x in given["data"]],
   )
@@ -194,7 +194,7 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
 def _row_from_json(datum: Any) -> Row:
   if not isinstance(datum, dict):
     raise TinkerError(f"a datum is a {type(datum).__name__}; expected a JSON object")
-  inputs = datum.get("loss_fn_inputs") or {}
+  inputs = fields.table(datum, "loss_fn_inputs")
   return _row(
     [model_input(datum.get("model_input"))],
     {name: _tensor_from_json(name, x) for name, x in inputs.items()},
@@ -235,10 +235,11 @@ def _tensor_from_json(name: str, value: Any) -> np.ndarray:
 
 def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
   try:
-    array = np.asarray(values)
-    if (array.dtype.kind not in "if" and array.size) or array.ndim != 1:
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
       raise ValueError("no numbers")
-    made = array.astype(dtype)
+    array = np.asarray(values)
+    with np.errstate(all="ignore"):  # of values that are refused below, or as infinite
+      made = array.astype(dtype)
   except (TypeError, ValueError, OverflowError) as error:
     raise TinkerError(
       f"{name} holds other values than numbers; expected a flat list of numbers"
@@ -251,39 +252,6 @@ def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
         "Check the client"
       )
   return made
-
-
-def text(body: Mapping[str, Any], name: str) -> str:
-  """Returns a text of a JSON object.
-
-  Raises:
-    TinkerError: the field is missing or no text.
-  """
-  value = body.get(name)
-  if not isinstance(value, str):
-    raise TinkerError(f"{name} is {_short(value)}; expected a text. Send the field")
-  return value
-
-
-def integer(body: Mapping[str, Any], name: str) -> int:
-  """Returns an integer of a JSON object.
-
-  Raises:
-    TinkerError: the field is missing or no integer.
-  """
-  value = body.get(name)
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TinkerError(f"{name} is {_short(value)}; expected an integer. Send the field")
-  return value
-
-
-def optional_text(body: Mapping[str, Any], name: str) -> str | None:
-  """Returns a text of a JSON object, or None if it is missing."""
-  return None if body.get(name) is None else text(body, name)
-
-
-def _short(value: Any) -> str:
-  return "missing" if value is None else repr(value)[:80]
 
 
 # Results.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import pathlib
 import threading
@@ -12,9 +13,10 @@ from typing import Any
 from tunix.tinker.errors import ServiceFailedError
 from tunix.tinker.executor import Executor
 from tunix.tinker.records import missing
-from tunix.tinker.results import Result
+from tunix.tinker.results import Result, stopped_too_often
 from tunix.tinker.runs import Op, Run
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.turns import Turns
 from tunix.utils import io
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class Worker:
   Attributes:
     changed: the lock of the runs; it is notified after each request and result. A
       thread may take it several times.
-    stops: True after `close` was called.
+    stops: True after `stop` was called.
   """
 
   def __init__(self, folder: pathlib.Path, settings: TinkerSettings):
@@ -41,7 +43,10 @@ class Worker:
     self._failure: BaseException | None = None
     self._listeners: list[Callable[[], None]] = []
     self._thread: threading.Thread | None = None
+    self._running: Run | None = None  # whose request is computed
     self._runs: dict[str, Run] = {}
+    self._tenants = Turns()
+    self._models: dict[str, Turns] = collections.defaultdict(Turns)  # by tenant
     folder.mkdir(exist_ok=True)
     io.sweep(folder)
     for path in sorted(folder.iterdir()):
@@ -59,11 +64,17 @@ class Worker:
     )
     self._thread.start()
 
-  def close(self) -> None:
-    """Ends the thread. Requests that wait are computed after the next start."""
+  def stop(self) -> None:
+    """Has the thread end after the request that it computes."""
     with self.changed:
+      if self._running is not None and not self.stops:
+        self._running.stop()
       self.stops = True
       self.changed.notify_all()
+
+  def close(self) -> None:
+    """Waits for the end of the thread. Other requests are computed after a restart."""
+    self.stop()
     if self._thread is not None:
       self._thread.join()
 
@@ -135,36 +146,50 @@ class Worker:
 
   def _work(self, executor: Executor) -> None:
     try:
-      turn = 0
-      while (found := self._next(turn)) is not None:
-        turn, run, number, op, known = found
-        self._compute(executor, run, number, op, known)
+      while (found := self._next()) is not None:
+        self._compute(executor, *found)
     except BaseException as error:  # of the disk: waiting clients must hear of it
       _LOG.exception("the training service failed")
       self._failure = error
       self.ring()
 
-  def _next(self, turn: int) -> tuple[int, Run, int, Op, Result | None] | None:
-    """Waits for a request; returns the next turn and the request, or None at the end.
+  def _next(self) -> tuple[Run, int, Op, Result | None] | None:
+    """Waits for a request; returns it with its run, or None at the end.
 
-    The runs take turns: `turn` is the place of the run that is looked at first.
+    Tenants take turns by tokens, and so do the runs of each tenant: many runs, or large
+    requests, bring no larger share.
     """
     with self.changed:
       while not self.stops:
-        runs = list(self._runs.values())
-        for i in range(len(runs)):
-          place = (turn + i) % len(runs)
-          if (found := runs[place].next()) is not None:
-            number, op = found
-            return place + 1, runs[place], number, op, runs[place].results.get(number)
+        ready: dict[str, dict[str, tuple[Run, int, Op]]] = {}
+        for run in self._runs.values():
+          if (found := run.next()) is not None:
+            ready.setdefault(run.owner, {})[run.id] = (run, *found)
+        if ready:
+          owner = self._tenants.next(ready)
+          run, number, op = ready[owner][self._models[owner].next(ready[owner])]
+          self._tenants.charge(owner, op.tokens)
+          self._models[owner].charge(run.id, op.tokens)
+          self._running, known = run, run.results.get(number)
+          if known is None and run.begin(number) >= self._settings.max_starts:
+            known = stopped_too_often(self._settings.max_starts)
+          return run, number, op, known
         self.changed.wait(_IDLE)
     return None
+
+  def _forget(self, tenant: str) -> None:
+    """Drops the results of all but the last unloaded runs; nothing else ends them."""
+    # The result of the unload itself stays.
+    full = [x for x in self.runs(tenant) if x.is_unloaded and len(x.results) > 1]
+    for run in full[: -self._settings.max_models]:
+      run.forget()
 
   def _compute(
     self, executor: Executor, run: Run, number: int, op: Op, known: Result | None
   ) -> None:
     result, is_whole = executor.execute(run, op, known)
     with self.changed:
+      self._running = None
       run.finish(number, result)
       # Repeating these after a restart would be wrong: the checkpoint may be gone.
       if op.kind in ("load_weights", "unload_model") and result.error is None:
@@ -172,11 +197,16 @@ class Worker:
         run.switch()
       if run.is_unloaded:  # a process may have few open files, and runs are many
         run.close()
+      if op.kind == "unload_model":
+        self._forget(run.owner)
       if not is_whole:
         run.close()
         self._read(run.folder)
     self.ring()
     if is_whole and run.is_due(self._settings.snapshot_steps):
-      run.write_state(executor.arrays_of(run))
-      with self.changed:
-        run.switch()
+      try:
+        run.write_state(executor.arrays_of(run))
+        with self.changed:
+          run.switch()
+      except OSError as error:  # it is tried again after the next request
+        _LOG.warning("the state of %s cannot be written: %s", run.id, error)

@@ -16,6 +16,7 @@ import typing
 from typing import Any, NamedTuple
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
+_LEAST = 1e-37  # dividing by a denormal float32 gives infinity, as dividing by 0 does
 _LISTS = (tuple, list, collections.abc.Sequence)
 
 
@@ -143,12 +144,13 @@ def number(
   if is_number and (isinstance(value, numbers.Integral) or not whole):
     most = max(_INT32, within.high if within.high < math.inf else 0)
     size: Any = abs(typing.cast(Any, value))
-    # Dividing by a denormal float32 gives infinity, as dividing by 0 does.
-    fits = size <= (most if whole else _FLOAT32) and (size == 0 or size > 1e-37)
+    fits = size <= (most if whole else _FLOAT32) and (size == 0 or size > _LEAST)
     if fits and within.holds(value):
       return
   what = "a whole number" if whole else "a finite number"
-  ending = ", or None" if optional else ""
+  is_tiny = is_number and not whole and 0 < abs(typing.cast(Any, value)) <= _LEAST
+  ending = f", and 0 or more than {_LEAST:g} away from 0" if is_tiny else ""
+  ending += ", or None" if optional else ""
   error = ValueError if is_number else TypeError
   raise error(f"{name} is {value!r}: it must be {what}{within.words()}{ending}")
 

@@ -284,6 +284,31 @@ def test_bad_constraints_are_refused_when_they_are_built(build, message):
     build(letters())
 
 
+def closed(*patterns):
+  """The schema of an object with declared keys, patterns, and no other keys."""
+  return {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {}},
+    "patternProperties": {key: {"type": "integer"} for key in patterns},
+    "additionalProperties": False,
+  }
+
+
+def test_patterns_over_declared_properties():
+  tokenizer = toys_text.chat_tokenizer()
+  grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids())
+  for patterns in (["^(a|b)$"], ["^a$", "^b$"]):  # after a comma there is no key
+    with pytest.raises(ValueError, match=r"'.*b.*\$'\] match none. Leave them out"):
+      grammars.json_schema({"type": "array", "items": closed(*patterns)})
+  free = closed("^a$") | {"additionalProperties": True}
+  absent = closed() | {"patternProperties": {"^a$": False}}
+  for schema in (closed("^(a|c)$"), closed("^a$", "^c"), closed("b"), free, absent):
+    matcher = grammars.json_schema(schema).matcher()
+    for token in tokenizer.encode('{"b":1' + ("" if schema is absent else ',"')):
+      matcher.accept(token)
+    matcher.mask()
+
+
 def test_end_tokens_are_checked():
   with pytest.raises(ValueError, match=r"eos_ids is \(\); expected at least one id"):
     letters(eos_ids=())

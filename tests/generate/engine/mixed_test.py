@@ -351,11 +351,20 @@ def test_a_listener_may_leave_while_a_delta_arrives():
   assert heard == [1]
 
 
+def test_a_warm_up_begins_in_the_narrow_rows_of_the_first_requests():
+  parts = batch.warm_up_parts(EngineConfig(), VOCAB, ("none", "lookup"), False)
+  assert [source for source, _ in parts] == ["none", "lookup"] * 2
+  sizes = [[len(request.prompt) for request in requests] for _, requests in parts]
+  assert sizes[:2] == [[1]] * 2 and sizes[2] == sizes[3] == [1, max(sizes[2])]
+
+
 def test_constrained_requests_compile_nothing_after_a_warm_up():
   engine = make(slots=2, prefill_tokens=48)  # rounds of up to 2 and 3 blocks
-  sizes = lambda: (launch.forward._cache_size(), launch.draw._cache_size())
-  before = sizes()
-  engine.warm_up(constraints=True)
+  used = (launch.forward, launch.draw, launch.mixed, launch.decode)
+  sizes = lambda: tuple(program._cache_size() for program in used)
+  before, parts = sizes(), []
+  engine.warm_up(constraints=True, on_part=lambda *part: parts.append(part))
+  assert parts == [(n + 1, len(parts)) for n in range(len(parts))] and len(parts) > 3
   warm = sizes()
   assert all(x < y for x, y in zip(before, warm))
   drawn = {"temperature": 1.0, "logprobs": True}
@@ -364,7 +373,8 @@ def test_constrained_requests_compile_nothing_after_a_warm_up():
     other = ask([7] * length, 3, **drawn, constraint=batch.AnyText(VOCAB))
     rows = engine.run([free, other])
     assert [len(row[0].tokens) for row in rows] == [3, 3]
-  assert sizes() == warm and engine.stats().generated_tokens == 12
+  assert len(engine.run([free])[0][0].tokens) == 3  # after the rows of a warm up
+  assert sizes() == warm and engine.stats().generated_tokens == 15
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,25 @@ def test_nobody_overtakes_a_large_request_for_ever(make):
   check(large, engine.collect(large, timeout=0))
 
 
+@pytest.mark.parametrize(
+  "streams, others, parts",
+  [
+    (True, 0, [1, 1, 2, 4, 8, 14]),
+    (False, 0, [16, 14]),
+    (True, 1, [32, 28]),
+  ],
+)
+def test_a_stream_that_runs_alone_begins_in_short_parts(make, streams, others, parts):
+  engine = make(rounds=16, prefill_tokens=16)
+  for seed in range(1 + others):
+    asked = EngineRequest(prompt=np.arange(3), max_tokens=30, seed=seed, stop_ids=())
+    engine.submit(asked, streams=streams)
+  drawn = [0]
+  while engine.step():
+    drawn.append(engine.stats().generated_tokens)
+  assert np.diff(drawn).tolist() == parts
+
+
 def test_priorities_are_admitted_first_and_then_the_eldest(make):
   engine = make(slots=1)
   ends = []
@@ -227,9 +246,9 @@ def test_a_group_is_prefilled_once(make, prompt_logprobs):
 def test_a_launch_with_a_full_round_hands_out_first_tokens(make, prompt, drawn):
   engine = make(prefill_tokens=8, page_tokens=4, rounds=6)
   request = EngineRequest(prompt=np.ones(prompt, int), max_tokens=9, stop_ids=())
-  ticket = engine.submit(request)
+  engine.submit(request, streams=False)
   engine.step()
-  assert len(ticket.get(timeout=0).tokens) == drawn
+  assert engine.stats().generated_tokens == drawn
 
 
 def test_the_next_turn_prefills_what_is_new(make):
@@ -307,7 +326,8 @@ def test_a_leader_that_fails_leaves_its_followers_to_themselves(make):
 
 def test_a_ticket_that_is_cancelled_twice_ends_once(make):
   engine = make()
-  ticket = engine.submit(EngineRequest(prompt=[1], max_tokens=9, stop_ids=()))
+  asked = EngineRequest(prompt=[1], max_tokens=9, stop_ids=())
+  ticket = engine.submit(asked, streams=False)
   engine.step()
   engine.cancel(ticket)
   engine.cancel(ticket)

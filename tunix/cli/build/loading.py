@@ -108,7 +108,10 @@ class ModelLoader:
         f"tokenizer.path is not set and model.path is {source}, an object, which has "
         "no tokenizer. Give tokenizer=, a TokenizerAdapter or a folder"
       )
-    options: dict[str, Any] = {"template_args": settings.template_args}
+    options: dict[str, Any] = {
+      "template_args": settings.template_args,
+      "add_bos": settings.add_bos,
+    }
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
     if objects.is_name(source):

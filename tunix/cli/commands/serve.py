@@ -65,9 +65,12 @@ def main(argv: Sequence[str]) -> None:
   driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
-  print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
+  size = f"for {config.slots} slots of {config.max_tokens} tokens"
   grammars = _grammars(driver.engine, tokenizer)
-  engine.warm_up(constraints=grammars is not None)
+  engine.warm_up(
+    constraints=grammars is not None,
+    on_part=lambda n, m: print(f"compiling {n} of {m} {size}", flush=True),
+  )
   ready = f"serving {settings.model_name} at"
   service = None
   if tinker is not None:
@@ -79,20 +82,18 @@ def main(argv: Sequence[str]) -> None:
       driver=driver,
       tokenizer_name=args.tokenizer or args.model,
     )
-  try:
-    server.serve(
-      driver,
-      settings,
-      grammars=grammars,
-      # Adapters in training belong to the base that the service was started with.
-      load_model=load if service is None else None,
-      # A program that starts the server reads this line from a pipe.
-      on_start=lambda address: print(ready, address, flush=True),
-      more=None if service is None else tinker_app.routes(service),
-    )
-  finally:
-    if service is not None:
-      service.close()
+  server.serve(
+    driver,
+    settings,
+    grammars=grammars,
+    # Adapters in training belong to the base that the service was started with.
+    load_model=load if service is None else None,
+    # A program that starts the server reads this line from a pipe.
+    on_start=lambda address: print(ready, address, flush=True),
+    more=None if service is None else tinker_app.routes(service),
+    on_stop=(lambda: None) if service is None else service.close,
+    ends_process=True,
+  )
 
 
 def _driver_of(

@@ -27,6 +27,7 @@ _HEADER = (
 _FORMER = {
   "data.pad_to": "max_length",
   "data.reasoning": "keep",
+  "tokenizer.add_bos": True,
   "tokenizer.messages": "given",
 }
 

@@ -92,6 +92,8 @@ class TokenizerSettings:
       a model of Qwen3. They are written into the chat template of the export, so
       `tunix chat` and other programs use them too. data.template_args and the records
       override them.
+    add_bos: puts BOS before plain texts: prompts and rows without a chat template.
+      null: as the tokenizer itself does.
     messages: plain gives the chat template all messages in one form, which the server
       uses too: developer is the role system, arguments of tool calls are objects, or
       texts if the template joins texts, and a turn of tool calls without text has the
@@ -106,6 +108,7 @@ class TokenizerSettings:
     None, path="read", may_change=True, fingerprint="chat_template"
   )
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  add_bos: bool | None = None
   messages: Literal["plain", "given"] | None = None
 
   def __post_init__(self):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.draft_policy import Source
 from tunix.generate.engine.request import Completion, EngineRequest, Ticket
 
 
@@ -59,6 +60,34 @@ def plain_requests(config: EngineConfig, token: int) -> list[EngineRequest]:
     )
     for size in sorted({1, length})
   ]
+
+
+WarmUpPart = tuple[Source | None, list[EngineRequest]]
+
+
+def warm_up_parts(
+  config: EngineConfig, vocab_size: int, sources: Seq[Source], constraints: bool
+) -> list[WarmUpPart]:
+  """Returns batches that run the programs of plain and of constrained requests.
+
+  Args:
+    config: sizes of the engine.
+    vocab_size: V.
+    sources: sources of drafts.
+    constraints: True adds constrained requests.
+
+  Returns:
+    The source of drafts of each batch, None for constrained requests; and the batch.
+    Short requests are first, in rows as narrow as those of most requests.
+  """
+  wide: list[WarmUpPart] = [
+    # Other prompts than before, whose prefixes are not in the cache.
+    (source, plain_requests(config, number % vocab_size))
+    for number, source in enumerate(sources)
+  ]
+  narrow: list[WarmUpPart] = [(source, requests[:1]) for source, requests in wide]
+  bound = constrained_requests(config, vocab_size) if constraints else []
+  return [*narrow, *wide, *((None, requests) for requests in bound)]
 
 
 class AnyText:

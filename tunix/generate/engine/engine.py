@@ -256,7 +256,12 @@ class Engine:
     """V, the number of ids of the model."""
     return self._model.config.vocab_size
 
-  def warm_up(self, *, constraints: bool = False) -> None:
+  def warm_up(
+    self,
+    *,
+    constraints: bool = False,
+    on_part: Callable[[int, int], None] = lambda number, count: None,
+  ) -> None:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
     These are the programs without drafts and those of each source of drafts.
@@ -265,17 +270,19 @@ class Engine:
 
     Args:
       constraints: compile also the programs of constrained requests.
+      on_part: called before each part with its number from 1 on, and their count.
     """
-    for number, source in enumerate(self._drafts.sources):
+    parts = batch.warm_up_parts(
+      self.config, self.vocab_size, self._drafts.sources, constraints
+    )
+    for number, (source, requests) in enumerate(parts, 1):
+      on_part(number, len(parts))
+      if source is None:
+        self.sleep()  # rows are as narrow as those of the first requests
       self._drafts.use_only(source)
-      # Other prompts than before, whose prefixes are not in the cache.
-      self.run(batch.plain_requests(self.config, number % self.vocab_size))
-    if source == "model":
-      self._device.move_nothing()  # and computes no missing keys of the draft model
-    if constraints:
-      self.sleep()  # rows are as narrow as those of the first requests
-      for requests in batch.constrained_requests(self.config, self.vocab_size):
-        self.run(requests)
+      self.run(requests)
+      if source == "model":
+        self._device.move_nothing()  # and computes no missing keys of the draft model
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()

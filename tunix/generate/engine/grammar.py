@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,39 @@ class Grammars:
         f"schema is {_shown(schema)}; expected values that JSON has ({error}). Pass a "
         "JSON schema"
       ) from error
-    return self._compile(f"%json {source}", "schema", schema)
+    grammar = self._compile(f"%json {source}", "schema", schema)
+    for part in _with_patterns(parsed):
+      if not self._adds_keys(part):
+        raise ValueError(
+          f"schema is {_shown(schema)}; expected patternProperties that match keys "
+          "which properties does not name, because additionalProperties is false; "
+          f"{_shown(list(part['patternProperties']))} match none. Leave them out"
+        )
+    return grammar
+
+  def _adds_keys(self, part: Mapping[str, Any]) -> bool:
+    """Returns True if the patterns of an object match a key that is not declared.
+
+    The library allows a comma after the declared properties, and then no key.
+    """
+    patterns = [
+      key for key, value in part["patternProperties"].items() if value is not False
+    ]
+    if not patterns:
+      return True
+    source = json.dumps(
+      {
+        "type": "object",
+        "properties": dict.fromkeys(part["properties"], False),
+        "patternProperties": {key: {} for key in patterns},
+        "additionalProperties": False,
+      }
+    )
+    tokenizer = self._library.LLTokenizer("byte")
+    matcher = self._library.LLMatcher(
+      tokenizer, f"{_OPTIONS}start: %json {source}", log_level=0
+    )
+    return matcher.consume_tokens(list(b'{"'))
 
   def json_object(self) -> Grammar:
     """Returns the constraint to any JSON object."""
@@ -161,6 +193,21 @@ class Grammars:
         f"a text: {_cause(matcher)}. Correct the {kind}"
       )
     return Grammar(matcher, _words(first, len(self._ends)))
+
+
+def _with_patterns(schema: Any) -> Iterator[Mapping[str, Any]]:
+  """Yields the objects of a schema that have no keys but those of two tables."""
+  todo = [schema]
+  while todo:
+    part = todo.pop()
+    todo += part if isinstance(part, list) else ()
+    if not isinstance(part, Mapping):
+      continue
+    todo += part.values()
+    tables = part.get("properties"), part.get("patternProperties")
+    is_closed = part.get("additionalProperties") is False
+    if is_closed and all(isinstance(table, Mapping) and table for table in tables):
+      yield part
 
 
 class Grammar:

@@ -64,7 +64,10 @@ class Launches:
     rounds = self._config.rounds
     if any(s.matcher for s in scheduler.active()) or self._next_is_constrained():
       rounds = 1  # the host computes which tokens may follow after each token
-    plan = scheduler.plan(rounds)
+    drawn = self._drawn_alone()
+    plan = scheduler.plan(min(rounds, drawn or rounds))
+    if drawn == 0 and plan.rounds:
+      plan.decode_rounds = 0
     running = list(scheduler.running)
     if not any(running):
       return False
@@ -150,6 +153,17 @@ class Launches:
       self._device.draft.after(plan, running)
     for s, reason in over:
       self._end(s, reason)
+
+  def _drawn_alone(self) -> int | None:
+    """Returns the drawn tokens of a stream that runs alone; None for others.
+
+    Its launches draw 1, 1, 2, 4 and 8 tokens, so that a short text comes in parts too.
+    This costs up to four launches, for which no other completion waits.
+    """
+    match [*self._scheduler.active(), *self._scheduler.waiting]:
+      case [alone] if alone.reader.streams:
+        return alone.drawn
+    return None
 
   def _next_is_constrained(self) -> bool:
     return any(s.matcher is not None for s in self._scheduler.waiting)

@@ -181,10 +181,10 @@ class Replicas:
     for engine in self._engines():
       engine.load_adapter(name, source)
 
-  def warm_up(self, *, constraints: bool = False) -> None:
+  def warm_up(self, **options: Any) -> None:
     """Compiles the programs of each replica; see `Engine.warm_up`."""
     for engine in self._engines():
-      engine.warm_up(constraints=constraints)
+      engine.warm_up(**options)
 
   def _engines(self) -> Iterator[Engine]:
     for driver in self.drivers:

@@ -33,7 +33,7 @@ class TextReader:
   """
 
   def __init__(self, decode: Decode, stops: Sequence[str], streams: bool):
-    self._decode_any, self._streams = decode, streams
+    self._decode_any, self.streams = decode, streams
     self._stops = stops_lib.compiled(stops)
     self._searched = 0  # tokens whose text holds no stop string
     self._read = 0  # tokens whose text is in `_sent` or `_held`
@@ -67,7 +67,7 @@ class TextReader:
       sent = "".join(self._sent)
       # A tokenizer may clean text up across what was sent; that cannot be taken back.
       return whole[len(sent) :]
-    if not self._streams:
+    if not self.streams:
       return ""
     first = max(0, self._read - _CONTEXT)
     before = self._decode(tokens[first : self._read])

@@ -1,0 +1,72 @@
+"""Calls in JSON, in all formats that have them."""
+
+import json
+
+import pytest
+
+from tests.generate.tagged_calls_test import deepseek, mark
+from tests.generate.tool_calls_test import read
+from tunix.generate import tool_calls
+
+# format -> a call, whose arguments replace "%s", and its end
+CALLS = [
+  ("hermes", '<tool_call>{"name": "add", "arguments": %s}', "</tool_call>"),
+  ("llama3", '{"name": "add", "parameters": %s}', ""),
+  ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": %s}]', ""),
+  ("mistral", "[TOOL_CALLS]add[ARGS]%s", ""),
+  ("mistral", "[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]%s", ""),
+  ("granite", '<|tool_call|>[{"name": "add", "arguments": %s}]', "<|/tool_call|>"),
+  ("granite", '<|tool_call|>[{"name": "add", "arguments": %s}]', ""),
+  ("phi4_mini", 'functools[{"name": "add", "arguments": %s}]', ""),
+  ("deepseek_v3", deepseek(f"add{mark('tool sep')}%s"), ""),
+  ("harmony", "to=functions.add<|message|>%s", "<|call|>"),
+]
+SAID = {"harmony": "<|start|>assistant<|channel|>final<|message|>"}
+
+each_call = pytest.mark.parametrize(("form", "call", "end"), CALLS)
+
+
+def answer(form, text, cut):
+  reader = tool_calls.tool_reader(form, ["add"])
+  piece = read(reader, text[:cut], text[cut:])
+  return piece.content, [json.loads(call.arguments) for call in piece.calls]
+
+
+@each_call
+def test_all_texts_of_json_are_read(form, call, end):
+  marks = '</tool_call> <|/tool_call|> [TOOL_CALLS] <|call|> ; ]} \\" \\\\ '
+  marks += mark("tool calls end")
+  text = call % f'{{"a": "{marks}", "b": "two\nlines\tand more"}}' + end
+  wanted = json.loads(f'"{marks}"')
+  for cut in (0, len(text) // 2, text.index("lines")):
+    assert answer(form, text, cut) == (
+      "",
+      [{"a": wanted, "b": "two\nlines\tand more"}],
+    )
+
+
+@each_call
+def test_text_after_a_call_stays_text(form, call, end):
+  said = '\n\nDone: {"b"}, and "more.'
+  text = call % '{"a": 1}' + end + SAID.get(form, "") + said
+  for cut in (0, len(text) - 9):
+    content, arguments = answer(form, text, cut)
+    assert (content.strip(), arguments) == (said.strip(), [{"a": 1}])
+
+
+@each_call
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", '"open', "[" * 99999])
+def test_what_is_no_json_stays_text(form, call, end, value):
+  text = call % f'{{"a": {value}}}' + end
+  shown = text.removesuffix("<|call|>")
+  assert answer(form, text, len(text) - 5) == (shown, [])
+  if end:  # the block hides no call after it
+    header = "<|start|>assistant " if form == "harmony" else " "
+    assert answer(form, text + header + call % "{}" + end, 0)[1] == [{}]
+
+
+@each_call
+def test_halves_of_surrogate_pairs_are_replaced(form, call, end):
+  text = call % r'{"\ud83d": "\ude00 \ud83d\ude00"}' + end
+  (made,) = read(tool_calls.tool_reader(form, ["add"]), text).calls
+  assert json.loads(made.arguments.encode()) == {"\ufffd": "\ufffd \U0001f600"}
