@@ -102,11 +102,11 @@ def test_config_refuses_nonsense(options, message):
 def test_refusals():
   model = toys.model()
   small = quantisation.quantize(model, "nf4")
-  with pytest.raises(ValueError, match="quantised already"):
+  with pytest.raises(ValueError, match="quantized already"):
     quantisation.quantize(small, "nf4")
   with pytest.raises(ValueError, match="adapters"):
     quantisation.quantize(toys.model(lora_rank=2), "nf4")
-  with pytest.raises(ValueError, match="is not quantised"):
+  with pytest.raises(ValueError, match="is not quantized"):
     quantisation.dequantize(model)
   with pytest.raises(ValueError, match="32 inputs cannot be cut into blocks of 12"):
     quantisation.quantize(model, quantisation.QuantisationConfig(block=12))

@@ -44,13 +44,13 @@ def quantize(
   *,
   targets: tuple[str, ...] | None = None,
 ) -> Transformer:
-  """Returns a model with quantised kernels that shares all else with `model`.
+  """Returns a model with quantized kernels that shares all else with `model`.
 
   One kernel is converted at a time. `AutoModel.from_pretrained(..., quantize=)`
   quantizes while reading, and never holds the whole model at full size.
 
   Args:
-    model: a model without adapters and without quantised kernels. It is unchanged.
+    model: a model without adapters and without quantized kernels. It is unchanged.
     config: the name of a method, or the whole configuration.
     targets: names or patterns as in `LoraConfig.targets`. None selects every linear map
       of the layers except the routers of experts, which are small and sensitive. With
@@ -58,12 +58,12 @@ def quantize(
 
   Raises:
     ValueError: a target matches nothing, blocks do not divide a kernel, or the model
-      has adapters or quantised kernels.
+      has adapters or quantized kernels.
   """
   config = as_config(config)
   lora_modules.require_bare(model)
   if is_quantised(model):
-    raise ValueError("the model is quantised already: call quantisation.dequantize")
+    raise ValueError("the model is quantized already: call quantisation.dequantize")
   out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
   chosen = _chosen(modules, config)
@@ -108,7 +108,7 @@ def dequantize(model: Transformer) -> Transformer:
     ValueError: no kernel is quantised.
   """
   if not is_quantised(model):
-    raise ValueError("the model is not quantised: there is nothing to dequantize")
+    raise ValueError("the model is not quantized: there is nothing to dequantize")
   out = nnx.clone(model)
   for linear in lora_modules.linears(out).values():
     dequantise_kernel(linear)
@@ -116,7 +116,7 @@ def dequantize(model: Transformer) -> Transformer:
 
 
 def dequantise_kernel(linear: Linear) -> None:
-  """Replaces a module's quantised kernel by an array, in place."""
+  """Replaces a module's quantized kernel by an array, in place."""
   if isinstance(linear.kernel, QuantisedKernel):
     spec = linear.kernel.get_metadata("out_sharding")
     dense = lora_modules.dense_kernel(linear, linear.kernel.dtype)
@@ -129,7 +129,7 @@ def is_quantised(model: Transformer) -> bool:
 
 
 def _chosen(paths: Iterable[str], config: QuantisationConfig) -> list[str]:
-  """Returns the modules that are quantised if no targets are given."""
+  """Returns the modules that are quantized if no targets are given."""
   chosen = [path for path in paths if not _is_router(path)]
   experts = [path for path in chosen if ".experts." in path]
   return experts if experts and config.method == "mxfp4" else chosen
@@ -143,7 +143,7 @@ class OnLoad:
   """Quantizer of kernels that are being loaded.
 
   The loader passes each array through `packed`, and the loaded model through `finish`.
-  The peak of memory is the quantised model and one parameter at full size.
+  The peak of memory is the quantized model and one parameter at full size.
 
   Args:
     config: the name of a method, or the whole configuration.
@@ -162,7 +162,7 @@ class OnLoad:
   def packed(self, path: str, value: jax.Array) -> jax.Array:
     """Quantizes a kernel and returns its scales as a placeholder until `finish`.
 
-    An array that is not to be quantised is returned unchanged.
+    An array that is not to be quantized is returned unchanged.
     """
     if path not in self.specs:
       return value
@@ -174,7 +174,7 @@ class OnLoad:
     return kernel.scales[...]
 
   def finish(self, model: Transformer) -> Transformer:
-    """Replaces the placeholders in the loaded model by the quantised kernels."""
+    """Replaces the placeholders in the loaded model by the quantized kernels."""
     modules = lora_modules.linears(model)
     for path, kernel in self.kernels.items():
       modules[path].kernel = nnx.data(kernel)
