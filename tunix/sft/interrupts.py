@@ -112,7 +112,8 @@ class _Watcher:
       if is_first:
         again = "press Ctrl-C" if signum == signal.SIGINT else "send SIGTERM"
         text = f"stopping after this step; {again} again to end now"
-        print(f"\ntunix: {text}", file=sys.stderr, flush=True)
+        begin = "\n" if sys.stderr.isatty() else ""  # below the bar
+        print(f"{begin}tunix: {text}", file=sys.stderr, flush=True)
         is_first = False
       elif not self.has_acted.wait(_GRACE):
         os._exit(128 + signum)
