@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests import timings, world
+from tunix.cli import main
 
 # What a run with shipped settings selects; see tests/world.py.
 _SHIPPED_RUNS = ("slow", world.SHIPPED)
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
   """Sets JAX up for this run."""
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
+  gc.set_threshold(*main.GC_THRESHOLD)  # a fifth of the processor time of tracing
   if "PYTEST_XDIST_WORKER" in os.environ:
     return  # workers have it from the process that started them
   shipped = world.is_shipped() or config.option.markexpr in _SHIPPED_RUNS

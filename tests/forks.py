@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -291,7 +292,9 @@ def main() -> None:
   import tunix.cli.commands.plan
   import tunix.cli.commands.train
   import tunix.rl.rl_learner  # noqa: F401
+  from tunix.cli.main import GC_THRESHOLD
 
+  gc.set_threshold(*GC_THRESHOLD)  # as in a process of the command
   assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
   server = _Server(sys.argv[1])
   print("ready", flush=True)

@@ -5,6 +5,7 @@ whose FOLDER begins with "replay_" repeats the one beside it.
 """
 
 import contextlib
+import gc
 import pathlib
 import sys
 
@@ -13,6 +14,7 @@ import jax
 from tests import optimizers, toys
 from tests.rl import clusters
 from tests.rl.env import toy_envs
+from tunix.cli.main import GC_THRESHOLD
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3_5.model import ModelConfig, pattern
 from tunix.models.transformer.config import DeltaNetConfig, fields_by_type
@@ -109,6 +111,7 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
 
 
 def main() -> None:
+  gc.set_threshold(*GC_THRESHOLD)
   job, folder = sys.argv[1], pathlib.Path(sys.argv[2])
   # Compiling is most of the drill; equal programs give equal bits.
   jax.config.update("jax_compilation_cache_dir", str(folder.parent / "programs"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ from tests import optimizers
 from tests.rl import clusters
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts
+from tunix.cli.main import GC_THRESHOLD
 from tunix.rl import local_arrays, reshard
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
@@ -260,6 +262,7 @@ def different_prompts(job, folder):
 
 
 def main() -> None:
+  gc.set_threshold(*GC_THRESHOLD)
   rank, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
   folder, job = pathlib.Path(sys.argv[4]), sys.argv[5]
   # Learners compile the same programs again and again.

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from tests import toys
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.models import heads
@@ -72,7 +73,6 @@ def slow(value):
     slow({"algorithm": {"loss_agg_mode": "sequence-mean-token-sum"}}),
     slow({"algorithm": {"advantage_estimator": "group_centered"}}),
     slow({"algorithm": {"entropy_coef": 0.1}}),
-    slow({"algorithm": {"mask_truncated": True}}),
     {"mini_batch_size": 2},
     slow({"rollout": {"temperature": 0.5}}),
     slow({"rollout": {"seed": 1}}),
@@ -87,6 +87,14 @@ def test_settings_change_what_is_learnt(change, plain_weights):
   learner = clusters.grpo(change.pop("algorithm", None), **change)
   learner.train(clusters.prompts(2))
   assert not same(plain_weights, weights(learner))
+
+
+def test_truncated_completions_can_be_left_out():
+  ends = {"eos_tokens": list(range(1, toys.VOCAB, 4))}  # most completions end
+  learners = [clusters.grpo(x, rollout=ends) for x in ({}, {"mask_truncated": True})]
+  for learner in learners:
+    learner.train(clusters.prompts(1))
+  assert not same(*map(weights, learners))
 
 
 @pytest.fixture(scope="module")

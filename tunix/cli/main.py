@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import gc
 import importlib
 import logging
 import os
@@ -45,6 +46,10 @@ COMMANDS = {
 BAD_INPUT = 2
 FAILED = 1
 
+# Imports and tracing make millions of objects, of which few become garbage. With
+# Python's 700 new objects between two looks, they take a tenth more processor time.
+GC_THRESHOLD = (10_000, 10, 10)
+
 # Errors that users cause. Other errors are faults of tunix and keep their traceback.
 _INPUT_ERRORS = (
   ValueError,
@@ -68,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C and SIGTERM.
   """
   words = list(sys.argv[1:] if argv is None else argv)
+  if argv is None:
+    gc.set_threshold(*GC_THRESHOLD)
   debug = "--debug" in words
   words = [word for word in words if word != "--debug"]
   if not words or words[0] in ("-h", "--help", "help"):
