@@ -2,7 +2,7 @@
 
     python examples/kto.py --output out
 
-The task of examples/dpo.py with one labelled answer to each question. `tunix train
+The task of examples/dpo.py with one labeled answer to each question. `tunix train
 --job=kto` trains on a file.
 """
 

@@ -1,4 +1,4 @@
-"""LoRA with tunix: adapters change the behaviour of a model, its weights stay the same.
+"""LoRA with tunix: adapters change the behavior of a model, its weights stay the same.
 
     python examples/lora.py --output out
 

@@ -3,9 +3,9 @@
     python examples/qlora.py --output out
 
 The training of examples/lora.py on a base in NF4 (arXiv:2305.14314).
-AutoModel.from_pretrained(folder, quantise="nf4") quantizes a folder while it reads, one
+AutoModel.from_pretrained(folder, quantize="nf4") quantizes a folder while it reads, one
 matrix at a time, so the full-precision model need not fit into memory. `tunix train
---job=sft --model.quantise=nf4 --lora.rank=8` trains on a file.
+--job=sft --model.quantize=nf4 --lora.rank=8` trains on a file.
 """
 
 from dpo import arguments
@@ -20,7 +20,7 @@ from tunix.utils.tree import size_bytes
 def main():
   args = arguments()
   base = base_model(args.output, args.steps)
-  small = quantisation.quantise(base, "nf4")
+  small = quantisation.quantize(base, "nf4")
   for name, model in (("base", base), ("nf4", small)):
     size = size_bytes(nnx.state(model.layers))
     print(f"{name:5} layers {size:8,} bytes   sorted {accuracy(model):4.0%}")

@@ -135,7 +135,7 @@ class Tab:
       self.command("Input.dispatchMouseEvent", type=kind, **at)
 
   def resize(self, width: int, height: int, dark: bool = False) -> None:
-    """Sets the size of the window and the colour scheme that the user prefers."""
+    """Sets the size of the window and the color scheme that the user prefers."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1}
     self.command("Emulation.setDeviceMetricsOverride", **size, mobile=width < 600)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -3,6 +3,8 @@
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
 stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
+Commands of tunix in `text` and `console` blocks need chips, servers, hosts, models of
+the hub, or minutes: their arguments and keys are checked, and they do not run.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -11,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +21,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests import forks, toys, toys_text, world
+from tunix.cli import config as config_lib, main
+from tunix.cli.commands import plan_serve
 from tunix.cli.settings import spelling
+from tunix.models.families import FAMILIES
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The site makes these pages (docs/pages.py). Their sources have tests of their own.
@@ -117,10 +123,77 @@ def test_every_snippet_runs(page, prepared, tmp_path, processes):
     run("python", python, tmp_path, processes)
 
 
+# Arguments that are no keys.
+FLAGS = {
+  "train": re.compile(r" --(?:tiny|dry-run)(?= |$)"),
+  "plan": re.compile(
+    r" --(?:fit|json|markdown|mesh [a-z]+=\S+|(?:topology|ship|ship-key) \S+)(?= |$)"
+  ),
+}
+# A configuration of the reader, or an ellipsis for further keys.
+OF_READERS = re.compile(r"\b(?:RECIPE|run\.yaml|mine\.yaml)\b| \.\.\.(?= |$)")
+RECIPE = EXAMPLES / "recipes" / "qwen2p5_0p5b_grpo.yaml"
+
+
+def shown_commands(page: pathlib.Path) -> Iterator[list[str]]:
+  """Yields the words of each command of tunix in `text` and `console` blocks."""
+  for kind, code in BLOCK.findall(page.read_text()):
+    lines = iter(code.replace("\\\n", " ").splitlines())
+    for line in lines if kind in ("text", "console") else ():
+      if found := re.match(r"(?:[A-Z_]+=\S+ )*tunix (.*)", line):
+        text = found[1]
+        while text.count("'") % 2:  # a value over several lines
+          text += next(lines)
+        if (flags := FLAGS.get(text.partition(" ")[0])) is not None:
+          text = flags.sub("", text)
+        text = OF_READERS.sub(lambda m: "" if m[0][0] == " " else str(RECIPE), text)
+        yield [word for word in shlex.split(text, comments=True) if word != "&"]
+
+
+def check_command(command: str, *words: str) -> None:
+  """Parses the arguments of a command as the command does.
+
+  Raises:
+    ValueError: an argument or a key is wrong.
+  """
+  if command == "plan" and words[0] == "serve":
+    parser = main._load("serve").parser()
+    plan_serve.add_arguments(parser)
+    parser.parse_args(words[1:])
+  elif command in ("train", "plan"):
+    config_lib.load(words)
+  else:
+    parser = main._load(command).parser()
+    rest = parser.parse_known_args(words)[1]
+    assert not rest or command == "rollouts", rest
+
+
+@pytest.mark.parametrize(
+  "page", [p for p in PAGES if any(shown_commands(p))], ids=page_id
+)
+def test_commands_that_do_not_run_have_right_arguments(page):
+  for words in shown_commands(page):
+    check_command(*words)
+
+
+def test_wrong_arguments_of_shown_commands_are_found():
+  for line in ("train --model=m", "serve m --prot 1", "trian", "replay a --tu b"):
+    with pytest.raises((ValueError, AssertionError)):
+      check_command(*line.split())
+
+
 def test_readme_begins_with_the_two_commands():
   bash = [code for kind, code in BLOCK.findall((ROOT / "README.md").read_text())]
   assert bash[0].splitlines()[-1] == "tunix quickstart"
   assert bash[1].splitlines() == ["python -m pip install -e '.[test]'", "make check"]
+
+
+def test_readme_is_short_and_counts_the_families():
+  readme = (ROOT / "README.md").read_text()
+  assert len(readme.splitlines()) <= 170
+  for page in (ROOT / "README.md", ROOT / "docs" / "choose.md"):
+    counted = re.findall(r"(\d+) families", page.read_text())
+    assert counted == [str(len(FAMILIES))], page.name
 
 
 def test_pages_and_examples_use_no_old_spelling_of_a_key():
@@ -143,6 +216,18 @@ def test_pages_and_examples_use_no_old_spelling_of_a_key():
 
 
 def test_links_between_pages_lead_somewhere():
+  headings = {page: anchors(page) for page in PAGES}
   for page in PAGES:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-      assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]+))?\)", page.read_text())
+    for target, anchor in links:
+      path = (page.parent / target).resolve() if target else page
+      assert path.exists(), f"{page.name} links to {target}"
+      if anchor and path in headings:
+        assert anchor in headings[path], f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+  """Returns the anchors of a page's headings, as GitHub and the site make them."""
+  text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+  titles = re.findall(r"^#+ (.*)$", text, re.M)
+  return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}

@@ -1,7 +1,8 @@
-"""The opening rule of docstrings (CONTRIBUTING.md, "How the text reads")."""
+"""The opening rule of docstrings, and one spelling (CONTRIBUTING.md)."""
 
 import ast
 import pathlib
+import re
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "tunix"
 
@@ -28,3 +29,22 @@ def test_docstrings_open_with_a_verb_or_a_noun():
       if line.split(maxsplit=1)[0].strip("\"'`,.:;").lower() in OPENINGS:
         wrong.append(f"{path.relative_to(PACKAGE)}:{number}: {line}")
   assert not wrong, f"{len(wrong)} docstrings:\n" + "\n".join(wrong)
+
+
+# Pages and help are in American spelling. Names of the code may be older.
+BRITISH = re.compile(
+  r"\b\w*(?:(?:quanti|normali|initiali|tokeni|recogni|minimi|materiali|generali|optimi)"
+  r"s(?:e|ed|es|er|ing|ation)|utilisation|colour\w*|labell(?:ed|ing)|honour\w*|"
+  r"neighbour\w*|centr(?:ed|ing)|favour\w*|behaviour\w*|learnt|towards)\b",
+  re.I,
+)
+
+
+def test_pages_and_help_have_one_spelling():
+  root = PACKAGE.parent
+  pages = [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]
+  for page in (*pages, PACKAGE / "cli" / "base_config.yaml"):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    text = re.sub(r"\S+[/.]\S+", "", text)  # keys and paths
+    found = BRITISH.findall(text)
+    assert not found, f"{page.relative_to(root)}: {found}"

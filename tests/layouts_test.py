@@ -31,7 +31,7 @@ def said(axes, *names):
   done = subprocess.run(
     [sys.executable, "-m", "tests.layouts_program", json.dumps(axes), *names],
     cwd=processes.ROOT,
-    # Programs from a cache are not spoken of; what CPUs optimise comes later.
+    # Programs from a cache are not spoken of; what CPUs optimize comes later.
     env=os.environ
     | {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     stdout=subprocess.DEVNULL,

@@ -2,7 +2,7 @@
 
 # %% [markdown]
 # The task is addition, with the answer in brackets: `[16]`. The class
-# [`Sums`]({{repository}}/blob/main/tunix/examples/sums.py) makes the records, the
+# [`Sums`](../../tunix/examples/sums.py) makes the records, the
 # tokenizer and the base model, and measures accuracy; a cell with `Sums??` shows its
 # source. With `TINY` the base is a fresh model of 100,000 weights, and the notebook
 # takes about a minute on a CPU. With `TINY = False` it is `MODEL` of the Hugging Face

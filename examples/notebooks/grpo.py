@@ -75,7 +75,7 @@ plot("share", groups_with_equal_rewards=history["train/groups/all_equal"])
 
 # %% [markdown]
 # The curve of rewards is noisy: each step has other prompts. Compare its beginning and
-# its end, not neighbouring steps. The second plot explains why progress slows down. A
+# its end, not neighboring steps. The second plot explains why progress slows down. A
 # group whose eight rewards are equal has no better answers, so it teaches nothing.
 # Their share grows while the model learns, because it answers easy prompts right every
 # time.

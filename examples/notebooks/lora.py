@@ -60,8 +60,8 @@ plot(
 # %% [markdown]
 # Read the plot from left to right. The loss is the mean surprise per trained token, in
 # nats. It begins high, because the base gives a second bracket almost no probability.
-# It falls within some dozens of steps: the new form is learnt, and the sums were known
-# before. Both curves fall together, so the adapters learnt a rule and not the records.
+# It falls within some dozens of steps: the new form is learned, and the sums were known
+# before. Both curves fall together, so the adapters learned a rule and not the records.
 # A held-out curve that turns upwards while the other falls is overfitting: stop there,
 # or lower the rank.
 

@@ -1,9 +1,7 @@
 """Makes the notebooks from their sources: python examples/notebooks/make.py [name ...]
 
-A source is a script with cells, `# %%` and `# %% [markdown]`. The cells of install.py
-replace `# %% include install`. `{{name}}`, `{{repository}}` and `{{path}}` stand
-for the name of the notebook, and for the address of the repository with and without
-its host. The definitions of `story` and `texts` in
+A source is a script with cells, `# %%` and `# %% [markdown]`. The cell of install.py
+replaces `# %% include install`. The definitions of `story` and `texts` in
 examples/minigpt_text.py replace `# %% quote minigpt_text: story texts`. Each notebook
 runs in a separate process and is written with its outputs. This needs
 `pip install 'tunix[notebooks]'`; the tests run the cells without it.
@@ -14,7 +12,6 @@ import os
 import pathlib
 import re
 import sys
-import tomllib
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
@@ -23,9 +20,6 @@ NAMES = (
   *("minigpt", "tensor_parallel", "data_parallel"),
 )
 MAX_BYTES = 300_000
-# Address in the badges and in the install cell if pyproject.toml has no
-# [project.urls] repository.
-PLACEHOLDER = "https://github.com/OWNER/tunix"
 _BAR = re.compile(r"(.*?): +\d+(?:%\||step )")  # with a known end, or without
 _NOISE = re.compile(r"TqdmWarning|from \.autonotebook|WARNING")
 
@@ -35,39 +29,19 @@ class Cell(NamedTuple):
   text: str
 
 
-def repository() -> str:
-  """Returns the address of the repository, without a slash at the end."""
-  project = tomllib.loads((HERE.parent.parent / "pyproject.toml").read_text())
-  urls = {k.lower(): v for k, v in project["project"].get("urls", {}).items()}
-  return urls.get("repository", PLACEHOLDER).removesuffix("/")
-
-
 def cells(name: str) -> list[Cell]:
   """Returns the cells of a source, with the cells that it includes.
 
   Raises:
     FileNotFoundError: the source, or a source that it includes, does not exist.
   """
-  url = repository()
-  path = url.removeprefix("https://github.com/")
-  values = {"name": name, "repository": url, "path": path}
-  out = []
-  for kind, text in _read(name):
-    for key, value in values.items():
-      text = text.replace("{{" + key + "}}", value)
-    out.append(Cell(kind, text))
-  return out
-
-
-def _read(name: str) -> list[Cell]:
-  """Returns the cells of a source as they are written."""
   out = []
   text = (HERE / f"{name}.py").read_text()
   # Text before the first cell is a note.
   for part in re.split(r"^# %%", text, flags=re.M)[1:]:
     head, _, body = part.partition("\n")
     if head.startswith(" include "):
-      out += _read(head.removeprefix(" include ").strip())
+      out += cells(head.removeprefix(" include ").strip())
     elif head.startswith(" quote "):
       script, _, names = head.removeprefix(" quote ").partition(":")
       out.append(Cell("code", quoted(script, names.split())))

@@ -87,7 +87,7 @@ print(f"greedy answers that are right: {before:.0%} -> {after:.0%}")
 # %% [markdown]
 # ## Below the call: values and advantages
 # The critic reads a right and a wrong answer. A value is the reward that it expects
-# before a token. A critic that had learnt more would expect less after the wrong
+# before a token. A critic that had learned more would expect less after the wrong
 # number; here all values are near the mean. With `gae_lambda` 1, the advantage of a
 # token is the reward at the end minus the value before the token, so it is positive in
 # the right answer and negative in the wrong one.

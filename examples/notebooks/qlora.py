@@ -15,8 +15,8 @@
 
 # %% [markdown]
 # ## One call
-# `quantise="nf4"` replaces the matrices of the base by 4-bit codes and a scale for each
-# block of weights. A folder is quantised while it is read, one matrix at a time, so the
+# `quantize="nf4"` replaces the matrices of the base by 4-bit codes and a scale for each
+# block of weights. A folder is quantized while it is read, one matrix at a time, so the
 # whole model in full precision is never in memory. The adapters learn the form
 # `[[08]]`.
 
@@ -44,7 +44,7 @@ options = {
   **task.options,
 }
 result = tunix.sft(
-  model={"path": base, "quantise": "nf4"}, output_dir=OUTPUT, **options
+  model={"path": base, "quantize": "nf4"}, output_dir=OUTPUT, **options
 )
 
 # %% [markdown]
@@ -90,7 +90,7 @@ import jax.numpy as jnp
 from tunix.models import quantisation
 
 exact = task.load(base)
-rounded = quantisation.dequantise(quantisation.quantise(exact, "nf4"))
+rounded = quantisation.dequantize(quantisation.quantize(exact, "nf4"))
 W, R = (model.layers.attn.q_proj.kernel[...][0] for model in (exact, rounded))
 error = jnp.linalg.norm(R - W) / jnp.linalg.norm(W)
 print(f"relative error of one matrix: {float(error):.1%}")
@@ -112,6 +112,6 @@ sorted(path.name for path in (OUTPUT / "merged").iterdir())
 
 # %% [markdown]
 # ## Try this
-# - Compare `quantise="int8"` and `quantise="int4"`: errors, bytes and curves.
-# - Quantise a base that was trained for 100 steps. Does rounding cost it more answers?
+# - Compare `quantize="int8"` and `quantize="int4"`: errors, bytes and curves.
+# - Quantize a base that was trained for 100 steps. Does rounding cost it more answers?
 # - Set `lora={"rank": 1}`. Is rank 1 still enough to correct the rounding?

@@ -3,7 +3,7 @@
 # %% [markdown]
 # With `TINY` everything runs in a minute on a CPU, with a fresh small model. Set it to
 # `False` for a real model on a TPU or a GPU, for example eight free TPU cores of Kaggle
-# or a GPU of Colab. The cell above has installed the JAX of that machine.
+# or a GPU of Colab, with the extra of that machine.
 
 # %%
 TINY = True

@@ -120,6 +120,19 @@ def test_init_sets_keys(tmp_path, capsys):
   assert not (tmp_path / "other.yaml").exists()
 
 
+@pytest.mark.parametrize("job", JOBS)
+def test_init_writes_few_keys_or_all(job, tmp_path):
+  few, whole = tmp_path / "few.yaml", tmp_path / "all.yaml"
+  assert runs.tunix("init", job, "--output", few) == 0
+  assert runs.tunix("init", job, "--output", whole, "--all") == 0
+  assert yaml.safe_load(few.read_text()) == yaml.safe_load(whole.read_text())
+  lines = few.read_text().splitlines()
+  keys = [line for line in lines if line and not line.lstrip().startswith("#")]
+  assert len(keys) <= 20  # with the sections around them
+  assert len(whole.read_text().splitlines()) > 4 * len(lines)
+  assert f"tunix init {job} --all" in few.read_text()
+
+
 def test_init_has_every_key_of_the_job():
   text = init_main.configuration("grpo", "mine.yaml")
   lines = [line.lstrip("# ") for line in text.splitlines()]

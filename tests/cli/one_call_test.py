@@ -384,3 +384,10 @@ print(digest(lambda completions: [float(c in {"a", "b", "c"}) for c in completio
     assert out.returncode == 0, out.stderr
     found.add(out.stdout)
   assert len(found) == 1
+
+
+def test_the_earlier_name_of_quantize_is_taken():
+  call = {"model": "m", "data": "d.jsonl", "output_dir": "out", "lora": 2}
+  names = ("quantize", "quantise")
+  made = [one_call.sft.settings(**call, **{name: "int8"}) for name in names]
+  assert made[0] == made[1] and made[0].model.quantize == "int8"

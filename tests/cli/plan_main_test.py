@@ -190,7 +190,7 @@ def peak_of(config):
   """Bytes as a step might take them."""
   whole = 100 if config.lora is None else 30
   whole -= 8 if config.training.offload_optimizer else 0
-  if config.model.quantise:
+  if config.model.quantize:
     whole -= 10
   row = {"block": 5, "offload": 4}.get(config.model.remat, 20)
   return whole + row * config.training.micro_rows
@@ -204,7 +204,7 @@ def peak_of(config):
     (140, ("--model.remat=block",), 140),
     (130, REMEDIES[:2], 120),
     (118, REMEDIES[:3], 116),
-    (37, (*REMEDIES, "--model.quantise=nf4"), 28),
+    (37, (*REMEDIES, "--model.quantize=nf4"), 28),
     (10, None, None),
   ],
 )

@@ -107,7 +107,7 @@ def test_each_runs_tiny(file, tmp_path, monkeypatch, capsys):
   made = config_lib.load([str(folder / "config.yaml")])
   # What the recipe is about stayed as it is.
   assert (made.job, made.lora is None) == (config.job, config.lora is None)
-  assert made.model.quantise == config.model.quantise
+  assert made.model.quantize == config.model.quantize
   assert made.model.dtype == config.model.dtype
   assert set(made.mesh) == set(config.mesh)
   assert (folder / "export").is_dir() and not (tmp_path / file.stem).exists()

@@ -91,7 +91,9 @@ def spawn(*argv, max_file_blocks=None):
 def without_progress(stderr):
   """What a run wrote to standard error besides its lines of progress."""
   lines = stderr.splitlines(keepends=True)
-  return "".join(x for x in lines if not re.match(r"\w+: (step \d|compiling)", x))
+  return "".join(
+    x for x in lines if not re.match(r"\w+: (step \d|compiling|evaluating|sampling)", x)
+  )
 
 
 def metrics(output_dir, mode="train"):

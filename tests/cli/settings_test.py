@@ -71,7 +71,7 @@ VALUES = {
 NEEDS = {
   "model.revision": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
-  "model.quantise": {"lora.rank": 2},
+  "model.quantize": {"lora.rank": 2},
   "compilation_cache_key": {"compilation_cache": "programs"},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},
   "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
@@ -288,8 +288,9 @@ def test_old_spellings_are_taken_and_named(old, capsys):
     "checkpoint": ("7", "8"),
     "lora": ("true", "false"),
     "dataset_name": ("a.jsonl", "b.jsonl"),
+    "model": ("nf4", "int8"),
   }[old.partition(".")[0]]
-  lora = ["--lora.rank=2"] if old.startswith("lora") else []
+  lora = ["--lora.rank=2"] if old.startswith(("lora", "model")) else []
   assert config_lib.load([*lora, f"--{old}={value}"]) == config_lib.load(
     [*lora, f"--{new}={value}"]
   )
@@ -504,7 +505,8 @@ def test_groups_have_eight_completions_in_the_command_and_two_in_python():
   assert config_lib.load(one).algorithm.num_generations == 2
   assert config_lib.load(["--job=ppo"]).algorithm.num_generations == 1
   assert GRPOConfig().num_generations == 2
-  assert init._values("grpo", {})["algorithm.num_generations"] == 8
+  values = init._values("grpo", JOBS["grpo"].first_values)
+  assert values["algorithm.num_generations"] == 8
 
 
 def test_a_folder_of_before_keeps_the_defaults_that_have_changed():

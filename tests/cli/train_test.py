@@ -200,9 +200,10 @@ def test_sigterm_saves_and_the_same_command_resumes(settings, tmp_path):
       break
   stderr = runs.without_progress(process.communicate(timeout=300)[1])
   assert process.returncode == 143
-  assert stderr.startswith("tunix: stopped after step ")
-  assert stderr.endswith("; a checkpoint is saved; the same command resumes\n")
-  assert stderr.count("\n") == 1
+  first, last = stderr.splitlines()
+  assert first == "tunix: stopping after this step; send SIGTERM again to end now"
+  assert last.startswith("tunix: stopped after step ")
+  assert last.endswith("; a checkpoint is saved; the same command resumes")
   assert "not finished" in (stopped / "report.html").read_text()
   (step,) = (int(p.name) for p in (stopped / "checkpoints").iterdir())
   assert 3 <= step < 150

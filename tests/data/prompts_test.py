@@ -1,4 +1,5 @@
 import dataclasses
+import operator
 
 import pytest
 
@@ -91,6 +92,7 @@ def test_batches_of_prompts_go_on_where_they_stood():
   source = PromptBatches(rows, 2, seed=3, epochs=2)
   every = list(source)
   assert [len(batch["n"]) for batch in every] == [2, 2, 1, 2, 2, 1]
+  assert operator.length_hint(source) == len(every)
   for epoch in (every[:3], every[3:]):
     assert sorted(n for batch in epoch for n in batch["n"]) == list(range(5))
   assert every[:3] != every[3:]

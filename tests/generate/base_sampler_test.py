@@ -41,11 +41,11 @@ def test_a_sampler_is_given_ids_and_checked_options(echoing):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"temperature": 1.0, "top_k": 2}, "Echoing does not honour top_k: leave"),
-    ({"temperature": 1.0, "seed": 0}, "Echoing does not honour seed"),
+    ({"temperature": 1.0, "top_k": 2}, "Echoing does not honor top_k: leave"),
+    ({"temperature": 1.0, "seed": 0}, "Echoing does not honor seed"),
     (
       {"temperature": 1.0, "top_k": 2, "seed": 3},
-      "does not honour seed and top_k",
+      "does not honor seed and top_k",
     ),
     ({"max_prompt_length": 1}, "2 tokens and max_prompt_length is 1"),
     ({"temperature": -1.0}, "temperature is -1"),
@@ -81,7 +81,7 @@ def test_what_would_do_nothing_is_no_reason_to_refuse(echoing):
 
 def test_our_own_sampler_takes_no_engine_options():
   sampler = Sampler(toy_ids.sharp_model(), toy_ids.Ids())
-  with pytest.raises(ValueError, match="Sampler does not honour engine_options"):
+  with pytest.raises(ValueError, match="Sampler does not honor engine_options"):
     sampler(["3 1"], 2, engine_options={"regex": "[0-9]"})
 
 

@@ -85,7 +85,7 @@ def outcome(server, sampler, options):
 @pytest.mark.parametrize(
   ("make", "draw"),
   [
-    # Seeded where that is honoured, or calls would differ by chance.
+    # Seeded where that is honored, or calls would differ by chance.
     (lambda url: VllmSampler(url, TOKENIZER, logprob_kind="raw"), {**DRAW, "seed": 0}),
     (lambda url: SglangJaxSampler(url, TOKENIZER), DRAW),
   ],
@@ -97,7 +97,7 @@ def test_no_option_is_passed_over(server, make, draw, name):
   base = {**draw, **needs} if needs is DRAW else needs
   sampler = make(server.url)
   asked = outcome(server, sampler, {**base, name: value})
-  if "does not honour" in asked:
+  if "does not honor" in asked:
     assert name in asked or (name, "beam_size") == ("length_penalty", *needs)
   else:
     assert asked != outcome(server, sampler, base)

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(both, model):
     (lambda: small(PROMPTS, 30), "Raise CacheConfig.cache_size"),
     (lambda: ours([[VOCAB]], 3), f"token id {VOCAB}"),
     (lambda: ours([], 3), "no prompts"),
-    (lambda: ours(PROMPTS, 3, engine_options={"a": 1}), "does not honour"),
+    (lambda: ours(PROMPTS, 3, engine_options={"a": 1}), "does not honor"),
   ):
     with pytest.raises(ValueError, match=message):
       call()

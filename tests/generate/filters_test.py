@@ -15,7 +15,7 @@ def keep(scaled, rules):
 
 
 def kept(chances, **rules):
-  """The tokens kept, of unnormalised probabilities [V] or [B, V]."""
+  """The tokens kept, of unnormalized probabilities [V] or [B, V]."""
   logits = jnp.log(jnp.atleast_2d(jnp.asarray(chances, jnp.float32)))
   scaled = logits - logits.max(-1, keepdims=True)
   rules = {k: jnp.full(len(logits), v) for k, v in rules.items()}

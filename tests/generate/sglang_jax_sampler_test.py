@@ -139,7 +139,7 @@ def test_log_probs_are_given_as_what_they_are(options, own, drawn):
   ],
 )
 def test_what_the_engine_does_not_honour_is_refused(options, name):
-  with engine() as server, pytest.raises(ValueError, match=f"not honour {name}"):
+  with engine() as server, pytest.raises(ValueError, match=f"not honor {name}"):
     sampler_of(server)([[5]], 3, **options)
 
 

@@ -206,7 +206,7 @@ def test_the_kind_of_log_probs_must_be_known():
   ],
 )
 def test_what_vllm_does_not_honour_is_refused(options, name):
-  with engine() as server, pytest.raises(ValueError, match=f"not honour {name}"):
+  with engine() as server, pytest.raises(ValueError, match=f"not honor {name}"):
     sampler_of(server)([[5]], 3, **options)
 
 

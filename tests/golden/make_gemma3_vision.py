@@ -13,7 +13,7 @@ them, with eager attention. `gemma3_vision/expected.npz` holds
                              token; padded places are zero
   cotangent [4, 4, 64]       of the features, for the next
   tower_grad/KEY             d sum(features * cotangent) / d tensor, tower and projector
-  loss                       mean of -log p(next token) over pairs of valid neighbours
+  loss                       mean of -log p(next token) over pairs of valid neighbors
                              whose second is no image token
   grad_names, grad_norms     of every tensor, of that loss
 

@@ -1,4 +1,4 @@
-"""Makes trl_gkd.npz beside this file: TRL's generalised JSD and its gradient.
+"""Makes trl_gkd.npz beside this file: TRL's generalized JSD and its gradient.
 
 Run where TRL is installed (an environment of its own: `pip install torch trl`):
 `python tests/golden/make_trl_gkd.py`. `GKDTrainer.generalized_jsd_loss` itself runs, on

@@ -67,7 +67,7 @@ def test_whole_and_quantised_fine_tuning(model):
   after = trainers.leaves(trainer.model, nnx.Param)
   frozen = trainers.leaves(model, FrozenParam)
   assert set(changed(before, after)) == set(before) - set(frozen)
-  small = lora.apply(quantisation.quantise(model, "nf4"), lora.LoraConfig(rank=2))
+  small = lora.apply(quantisation.quantize(model, "nf4"), lora.LoraConfig(rank=2))
   trainer = trainers.trainer(small, optimizers.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)
   losses = trainers.history(trainer, "loss")

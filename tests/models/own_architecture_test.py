@@ -113,7 +113,7 @@ def test_the_dtype_is_told(saved):
     ),
     ({"config_from_hf": lambda hf: Config(depth=2)}, {}, "which a tower model of this"),
     ({}, {"remat": "block"}, "Config has no such field"),
-    ({}, {"quantise": "nf4"}, "only our decoder is quantised"),
+    ({}, {"quantize": "nf4"}, "only our decoder is quantized"),
   ],
 )
 def test_what_does_not_fit_is_named(change, options, part, saved):

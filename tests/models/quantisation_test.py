@@ -74,14 +74,14 @@ def test_smaller_blocks_and_scales_of_bfloat16_change_something():
   kernel = state(model)["layers.attn.q_proj.kernel"]
 
   def error(**options):
-    small = quantisation.quantise(model, quantisation.QuantisationConfig(**options))
+    small = quantisation.quantize(model, quantisation.QuantisationConfig(**options))
     return checkpoints.relative(
       lora_modules.linears(small)["layers.attn.q_proj"].dense(), kernel
     )
 
   assert error(block=16) < 0.9 * error()
   half = quantisation.QuantisationConfig(scale_dtype=jnp.bfloat16)
-  small = quantisation.quantise(model, half)
+  small = quantisation.quantize(model, half)
   assert small.layers.attn.q_proj.kernel.scales.dtype == jnp.bfloat16
   assert error() != error(scale_dtype=jnp.bfloat16) < 1.1 * error()
 
@@ -101,17 +101,17 @@ def test_config_refuses_nonsense(options, message):
 
 def test_refusals():
   model = toys.model()
-  small = quantisation.quantise(model, "nf4")
-  with pytest.raises(ValueError, match="quantised already"):
-    quantisation.quantise(small, "nf4")
+  small = quantisation.quantize(model, "nf4")
+  with pytest.raises(ValueError, match="quantized already"):
+    quantisation.quantize(small, "nf4")
   with pytest.raises(ValueError, match="adapters"):
-    quantisation.quantise(toys.model(lora_rank=2), "nf4")
-  with pytest.raises(ValueError, match="is not quantised"):
-    quantisation.dequantise(model)
+    quantisation.quantize(toys.model(lora_rank=2), "nf4")
+  with pytest.raises(ValueError, match="is not quantized"):
+    quantisation.dequantize(model)
   with pytest.raises(ValueError, match="32 inputs cannot be cut into blocks of 12"):
-    quantisation.quantise(model, quantisation.QuantisationConfig(block=12))
+    quantisation.quantize(model, quantisation.QuantisationConfig(block=12))
   with pytest.raises(ValueError, match="w1"):
-    quantisation.quantise(model, "nf4", targets=("w1",))
+    quantisation.quantize(model, "nf4", targets=("w1",))
   with pytest.raises(ValueError, match=r"codes holds (ui|i)nt8, which has no gradient"):
     PeftTrainer(small, optimizers.sgd(1.0), TrainingConfig())
 
@@ -122,19 +122,19 @@ def test_refusals():
 @pytest.mark.parametrize("stacked", [True, SLOW])
 def test_forward_is_close(method, limit, stacked):
   model = toys.model(num_layers=3)
-  small = quantisation.quantise(model, method)
+  small = quantisation.quantize(model, method)
   small = small if stacked else small.unstack()
   want = model(TOKENS, return_hidden=True)[0]
   error = checkpoints.relative(small(TOKENS, return_hidden=True)[0], want)
   assert 1e-4 < error < limit
-  dense = quantisation.dequantise(small)
+  dense = quantisation.dequantize(small)
   assert not quantisation.is_quantised(dense)
   assert checkpoints.relative(dense(TOKENS)[0], small(TOKENS)[0]) < 1e-5
   assert state(small)["norm.scale"] is state(model)["norm.scale"]
 
 
 def test_targets():
-  small = quantisation.quantise(toys.model(), "int8", targets=("q_proj", "mlp.up_proj"))
+  small = quantisation.quantize(toys.model(), "int8", targets=("q_proj", "mlp.up_proj"))
   found = {
     p for p, m in lora_modules.linears(small).items() if lora_modules.is_quantised(m)
   }
@@ -145,10 +145,10 @@ def test_targets():
 @pytest.mark.ci
 def test_gradients_are_those_of_the_dequantised_model():
   for use_dora in (False, True):
-    small = quantisation.quantise(toys.model(remat="block", scan_layers=True), "nf4")
+    small = quantisation.quantize(toys.model(remat="block", scan_layers=True), "nf4")
     adapted = widen(lora.apply(small, lora.LoraConfig(rank=2, use_dora=use_dora)))
     both = []
-    for model in (adapted, quantisation.dequantise(adapted)):
+    for model in (adapted, quantisation.dequantize(adapted)):
       graph, params, rest = nnx.split(model, nnx.LoRAParam, ...)
 
       def loss(params, graph=graph, rest=rest):
@@ -177,7 +177,7 @@ def test_the_backward_pass_keeps_no_full_kernel():
     return compiled.memory_analysis().temp_size_in_bytes
 
   kernels = sum(v.nbytes for k, v in state(base).items() if "kernel" in k)
-  extra = temporary(quantisation.quantise(base, "nf4")) - temporary(base)
+  extra = temporary(quantisation.quantize(base, "nf4")) - temporary(base)
   # Measured: 120 bytes of 19 MB of kernels; one layer of them is an eighth.
   assert extra < kernels / 8, (extra, kernels)
 
@@ -191,7 +191,7 @@ def test_bytes_of_the_state():
   full = kernels(model)  # 4 bytes a weight
   lm_head = state(model)["lm_head.kernel"].nbytes
   for method, bits in (("nf4", 4.5), ("int4", 4.5), ("int8", 8.1)):
-    small = kernels(quantisation.quantise(model, method)) - lm_head
+    small = kernels(quantisation.quantize(model, method)) - lm_head
     assert small <= (full - lm_head) * (bits + 0.1) / 32, method
 
 
@@ -199,11 +199,11 @@ def test_bytes_of_the_state():
 @pytest.mark.ci
 def test_on_a_mesh(mesh_fsdp4_tp2):
   model = AutoModel.from_config(toys.config(), mesh_fsdp4_tp2)
-  small = quantisation.quantise(model, quantisation.QuantisationConfig(block=4))
+  small = quantisation.quantize(model, quantisation.QuantisationConfig(block=4))
   codes = small.layers.mlp.down_proj.kernel.codes[...]
   # down_proj [L, F, D] is split (tp, fsdp): 64 / 2 inputs share bytes by twos.
   assert codes.addressable_shards[0].data.shape == (2, 64 // 2 // 2, 32 // 4)
-  plain = quantisation.quantise(
+  plain = quantisation.quantize(
     AutoModel.from_config(toys.config()), quantisation.QuantisationConfig(block=4)
   )
   for path, value in state(plain).items():
@@ -220,10 +220,10 @@ def test_on_a_mesh(mesh_fsdp4_tp2):
 @pytest.mark.parametrize("scan_layers", [True, SLOW])
 def test_loading_quantises(scan_layers, mesh_fsdp8):
   full = AutoModel.from_pretrained(GOLDEN, scan_layers=scan_layers)
-  want = quantisation.quantise(full, "nf4")
+  want = quantisation.quantize(full, "nf4")
   for mesh in (None, mesh_fsdp8):
     got = AutoModel.from_pretrained(
-      GOLDEN, mesh, scan_layers=scan_layers, quantise="nf4"
+      GOLDEN, mesh, scan_layers=scan_layers, quantize="nf4"
     )
     for path, value in state(want).items():
       np.testing.assert_array_equal(state(got)[path], value)
@@ -243,7 +243,7 @@ def test_loading_holds_one_full_parameter(monkeypatch):
     return original(kernel, spec, config)
 
   monkeypatch.setattr(quantisation, "quantise_kernel", noting)
-  AutoModel.from_pretrained(GOLDEN, quantise="int8")
+  AutoModel.from_pretrained(GOLDEN, quantize="int8")
   assert len(live) == 7
   # int8 codes have the kernel's shape too, at a quarter of the bytes.
   assert max(live) < 2 + 7 / 4 and live[0] == 1
@@ -251,7 +251,7 @@ def test_loading_holds_one_full_parameter(monkeypatch):
 
 def test_checkpoints_hold_the_adapter_only(tmp_path):
   def trainer():
-    small = quantisation.quantise(toys.model(), "nf4")
+    small = quantisation.quantize(toys.model(), "nf4")
     return PeftTrainer(
       lora.apply(small, lora.LoraConfig(rank=2)),
       optimizers.adam(1e-2),
@@ -278,7 +278,7 @@ def test_checkpoints_hold_the_adapter_only(tmp_path):
 
 
 def test_merging_and_saving_dequantise(tmp_path):
-  small = AutoModel.from_pretrained(GOLDEN, quantise="nf4")
+  small = AutoModel.from_pretrained(GOLDEN, quantize="nf4")
   config = lora.LoraConfig(rank=2, targets=("q_proj", "up_proj"))
   adapted = widen(lora.apply(small, config))
   merged = lora.merge(adapted)
@@ -294,7 +294,7 @@ def test_merging_and_saving_dequantise(tmp_path):
 def test_describe_counts_numbers_and_not_bytes():
   config = lora.LoraConfig(rank=2, targets=("q_proj",))
   plain = lora.describe(lora.apply(toys.model(), config))
-  small = quantisation.quantise(toys.model(), "nf4")
+  small = quantisation.quantize(toys.model(), "nf4")
   assert lora.describe(lora.apply(small, config)) == plain
 
 
@@ -305,4 +305,4 @@ def test_matrices_count_at_full_size_for_flops(method):
     return matmul_params(parts.params, parts.frozen)
 
   model = toys.model()
-  assert count(quantisation.quantise(model, method)) == count(model)
+  assert count(quantisation.quantize(model, method)) == count(model)

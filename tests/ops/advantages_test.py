@@ -226,7 +226,7 @@ def test_whiten_by_hand():
 
 
 def test_decoupled_by_hand():
-  """One reward in hundreds, one in ones: each is normalised, the sum over the batch."""
+  """One reward in hundreds, one in ones: each is normalized, the sum over the batch."""
   long = jnp.array([[100.0, 300.0], [500.0, 500.0]])
   short = jnp.array([[1.0, 0.0], [1.0, 0.0]])
   exact = functools.partial(advantages.group_normalized, epsilon=0.0)

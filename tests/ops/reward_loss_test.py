@@ -30,7 +30,7 @@ def test_gradients_by_hand():
   fn = lambda c, r, m: bradley_terry(c, r, m, centering=0.5).values.sum()
   margin = jnp.array([LN3, 0.0, -LN2])
   chosen, rejected, of_margin = jax.grad(fn, (0, 1, 2))(CHOSEN, REJECTED, margin)
-  # -1/2 from each gap of 0, and the sum of the rewards from the centring.
+  # -1/2 from each gap of 0, and the sum of the rewards from the centering.
   total = np.asarray(CHOSEN + REJECTED)
   close(chosen, total - 0.5)
   close(rejected, total + 0.5)

@@ -2,7 +2,7 @@
 
 A policy-gradient estimator is right if its expectation is the gradient of the expected
 reward, computed here by differentiating the sum over all completions. Where it is not,
-the bias that theory gives is asserted. Losses are minimised: gradients are negative.
+the bias that theory gives is asserted. Losses are minimized: gradients are negative.
 """
 
 import jax
@@ -198,7 +198,7 @@ def test_the_weight_of_a_prompt_depends_on_its_difficulty_from_four_on():
   rates = np.linspace(0.05, 0.95, 7)
   for size, constant in ((2, 2**-0.5), (3, 2 * 3**-0.5)):
     np.testing.assert_allclose([worth(p, size) for p in rates], constant, rtol=1e-5)
-  for size in (4, 8, 16):  # towards 1 / sqrt(p (1 - p))
+  for size in (4, 8, 16):  # toward 1 / sqrt(p (1 - p))
     weights = [worth(p, size) for p in rates]
     assert weights[0] > 1.04 * weights[3] and weights[-1] > 1.04 * weights[3]
   np.testing.assert_allclose(worth(0.3, 400), (0.3 * 0.7) ** -0.5, rtol=1e-2)

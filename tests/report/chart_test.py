@@ -25,7 +25,7 @@ NAMES = {
   "actor/kl": ("Policy", "actor: KL to the reference, nats"),
   "entropy": ("Policy", "entropy, nats"),
   "distill/kl_div": ("Loss", "distill/kl_div"),
-  "actor/grad_norm": ("Optimisation", "actor: norm of the gradient"),
+  "actor/grad_norm": ("Optimization", "actor: norm of the gradient"),
   "device_memory_bytes": ("Speed and memory", "device memory, bytes"),
   "perf/rollout_sec": ("Speed and memory", "perf/rollout_sec"),
   "something": ("Further metrics", "something"),

@@ -167,3 +167,32 @@ def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
     assert report(*argv) == 2, argv
     error = capsys.readouterr().err
     assert key in error and error.count("\n") == 1
+
+
+def test_curves_that_never_move_share_a_line(tmp_path):
+  metrics = {
+    "loss": lambda step: 2.0 / step,
+    "entropy": lambda step: 1234.5,
+    "vf_clipfrac": lambda step: 0.0,
+  }
+  drawn = dom.draw(page.render([run_of(tmp_path / "run", metrics)]))
+  titles = [caption.itertext() for caption in drawn.iter("figcaption")]
+  assert [next(texts) for texts in titles] == ["loss"]
+  line = "The same in every step: entropy, nats: 1,234.5; clipped share of values: 0."
+  assert line in dom.text(drawn)
+  # One value cannot move: it is a point of a chart.
+  drawn = dom.draw(page.render([run_of(tmp_path / "one", metrics, steps=1)]))
+  assert len([*drawn.iter("figcaption")]) == 3
+
+
+def test_charts_with_reward_in_their_names_are_explained(tmp_path):
+  metrics = {"rewards/score/mean": float, "rewards/exact_match": float}
+  text = text_of(page.render([run_of(tmp_path / "run", metrics)]))
+  assert "rewards/exact_match is one of" in text
+  del metrics["rewards/exact_match"]
+  text = text_of(page.render([run_of(tmp_path / "alone", metrics)]))
+  assert "reward functions" not in text
+
+
+def run_of(folder, metrics, **options):
+  return Run(name="run", folder=write_run(folder, metrics=metrics, **options))

@@ -71,7 +71,7 @@ def adapted(base, seed=1, **options):
 def test_the_reference_is_the_base_without_a_copy(kind):
   base = fresh(layers=1)
   if kind == "nf4":
-    base = quantisation.quantise(base, "nf4")
+    base = quantisation.quantize(base, "nf4")
   options = {"dropout": {"dropout": 0.5}, "dora": {"use_dora": True}}
   actor = adapted(base, **options.get(kind, {}))
   actor.train()
@@ -276,7 +276,7 @@ def test_models_that_do_not_fit():
   with pytest.raises(ValueError, match=r"shape .* models of different sizes"):
     copy_weights(base, toys.model(hidden_dim=32))
   with pytest.raises(ValueError, match="only the source has the parameter"):
-    copy_weights(base, quantisation.quantise(base, "nf4"))
+    copy_weights(base, quantisation.quantize(base, "nf4"))
   with pytest.raises(ValueError, match=r"source has adapters \(none\)"):
     copy_weights(base, adapted(base))
   with pytest.raises(ValueError, match="scales differ"):

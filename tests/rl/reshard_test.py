@@ -245,7 +245,7 @@ def values(model):
 def test_a_model_there_and_back(kind, mesh_fsdp4_tp2):
   model = toys.model(lora_rank=2 if kind == "lora" else 0, num_layers=1)
   if kind == "nf4":
-    model = quantisation.quantise(model, "nf4")
+    model = quantisation.quantize(model, "nf4")
   before = values(model)
   assert reshard.reshard_model_to_mesh(model, mesh_fsdp4_tp2) is model
   split = specs(model)

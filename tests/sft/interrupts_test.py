@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -88,3 +90,46 @@ def test_outside_the_main_thread_nothing_is_deferred(heard):
   thread.start()
   thread.join()
   assert kept == [True, None]
+
+
+def test_a_line_is_written_at_once(capfd):
+  with pytest.raises(Stopped), DeferredSignals() as signals:
+    os.kill(os.getpid(), signal.SIGINT)
+    raise Stopped(signals.pending, "answered")
+  assert capfd.readouterr().err == (
+    "tunix: stopping after this step; press Ctrl-C again to end now\n"
+  )
+
+
+BUSY = """
+import hashlib, os, signal
+from tunix.sft import interrupts
+interrupts._GRACE = 0.1
+press = lambda: os.kill(os.getpid(), signal.SIGINT)
+with interrupts.DeferredSignals():
+  if os.fork() == 0:
+    signal.signal(signal.SIGINT, lambda *_: None)
+    press(), press(), os._exit(0)
+  os.wait()
+  print("busy", flush=True)
+  hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes without Python code
+"""
+
+
+def test_signals_are_answered_while_no_python_code_runs():
+  """The signals of a forked child are not counted."""
+  command = [sys.executable, "-c", BUSY]
+  program = subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  try:
+    assert program.stdout.readline() == "busy\n"
+    with pytest.raises(subprocess.TimeoutExpired):  # the child's signals end nothing
+      program.wait(0.3)
+    program.send_signal(signal.SIGINT)
+    assert program.stderr.readline().startswith("tunix: stopping after this step")
+    program.send_signal(signal.SIGINT)
+    assert program.wait(30) == 130 and not program.stderr.read()
+  finally:
+    program.kill()
+    program.communicate()

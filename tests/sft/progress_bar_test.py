@@ -46,10 +46,10 @@ def test_a_bar_without_a_logger_says_so():
 
 
 def test_lines_are_written_where_there_is_no_terminal(monkeypatch, capsys):
-  clock = iter([0.0, 100.0, 101.0, 112.0, 113.0, 114.0, 200.0])
+  clock = iter([0.0, 1.0, 100.0, 101.0, 112.0, 113.0, 114.0, 200.0])
   monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(clock))
   bar = ProgressBar(initial_steps=2, max_steps=7, description="Tuning")
-  bar.say("compiling ...")
+  bar.phase("compiling")
   for step in range(5):
     bar.update(1, {"loss": 2.0 - step / 4}, {"lr": 1e-5})
   bar.close()
@@ -104,3 +104,46 @@ def test_no_time_is_left_after_the_end_of_the_data(monkeypatch, capsys):
     bar.update(1)
   bar.close()
   assert capsys.readouterr().err.splitlines()[-1] == "Tuning: step 2 of 7"
+
+
+def test_phases_stand_before_the_bar_until_the_next_step(monkeypatch):
+  screen = Terminal()
+  monkeypatch.setattr(sys, "stderr", screen)
+  bar = ProgressBar(max_steps=3, description="Tuning")
+  for phase in (("evaluating", 2, 5), ("sampling", 7), ("compiling",)):
+    bar.phase(*phase)
+  shown = [line.partition(":")[0] for line in screen.getvalue().split("\r")]
+  assert shown[-3:] == [
+    "Tuning, evaluating 2 of 5",
+    "Tuning, sampling 7",
+    "Tuning, compiling",
+  ]
+  bar.update(1, {"loss": 2.0})
+  bar.phase("evaluating")
+  bar.close()
+  assert screen.getvalue().split("\r")[-1].startswith("Tuning:")
+
+
+def test_phases_are_lines_before_the_first_step_and_every_ten_seconds(
+  monkeypatch, capsys
+):
+  seconds = 0.0
+  monkeypatch.setattr(progress_bar.time, "monotonic", lambda: seconds)
+  bar = ProgressBar(description="Tuning")
+  for seconds in (0.0, 4.0, 11.0, 12.0):
+    bar.phase("evaluating", int(seconds), 30)
+  bar.phase("compiling")
+  bar.update(1)
+  seconds = 15.0
+  bar.phase("evaluating", 0, 30)
+  seconds = 25.0
+  bar.phase("sampling")
+  bar.phase("evaluating", 9, 30)
+  bar.phase("")
+  assert capsys.readouterr().err.splitlines() == [
+    "Tuning: evaluating 0 of 30 ...",
+    "Tuning: evaluating 11 of 30 ...",
+    "Tuning: compiling ...",
+    "Tuning: step 1",
+    "Tuning: evaluating 9 of 30 ...",
+  ]

@@ -30,7 +30,11 @@ from tunix.utils import mesh as mesh_lib
 from tunix.utils.setting import facts_of
 
 # Names of keys that are usual in Python.
-_NAMES = {"eval_data": "data.eval", "rewards": "reward.functions"}
+_NAMES = {
+  "eval_data": "data.eval",
+  "rewards": "reward.functions",
+  "quantise": "model.quantize",
+}
 
 # Sections about the files of a run.
 _OF_FILES = ("export", "checkpoint", "samples", "logging")

@@ -1,7 +1,7 @@
-"""Checks the columns that a user passes to a trainer, and tokenises text columns.
+"""Checks the columns that a user passes to a trainer, and tokenizes text columns.
 
 `tunix.data.source` reads records of files before a run. This module reads batches
-during a run: dicts of columns of one length, of pairs or of labelled completions.
+during a run: dicts of columns of one length, of pairs or of labeled completions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]
 
-# The completions of a pair, in their order in a forward pass, and of a labelled row.
+# The completions of a pair, in their order in a forward pass, and of a labeled row.
 PAIR = PAIRS.completions
 SINGLE = LABELLED.completions
 
@@ -111,7 +111,7 @@ def read_pairs(columns: Mapping[str, Any], options: TextOptions) -> Rows:
 
 
 def read_labelled(columns: Mapping[str, Any], options: TextOptions) -> Rows:
-  """Returns labelled completions as rows of tokens, with `labels` bool [B].
+  """Returns labeled completions as rows of tokens, with `labels` bool [B].
 
   Args:
     columns: as for `read_pairs`, with text in `prompts`, `completions` and `labels`, or

@@ -99,7 +99,7 @@ def render(
   it. If the chat template has `{% generation %}` blocks, the text in the blocks of
   these turns is trained instead. In a record with a prompt and a response, the response
   and its end are trained. In a text, all tokens are trained. Trained and untrained
-  pieces of text are tokenised separately, because a model that continues a prompt sees
+  pieces of text are tokenized separately, because a model that continues a prompt sees
   the same boundary.
 
   Args:

@@ -1,6 +1,6 @@
 """Prompts with columns for reinforcement learning: their layout and their batches.
 
-Prompts stay text, because the rollout engine tokenises them together with the
+Prompts stay text, because the rollout engine tokenizes them together with the
 completions. Batches are dicts of lists: "prompts" and one list for each column.
 """
 
@@ -152,6 +152,10 @@ class PromptBatches:
 
   def __iter__(self) -> _Batches:
     return _Batches(self)
+
+  def __length_hint__(self) -> int:
+    """Returns the number of batches of all passes; 0 if they never end."""
+    return (self.epochs or 0) * -(-len(self.rows) // self.size)
 
   def __repr__(self) -> str:
     epochs = "endless" if self.epochs is None else f"{self.epochs} epochs"

@@ -19,7 +19,7 @@ _OWN_KEYS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
 
 
 class Recognised(NamedTuple):
-  """The kind of a record, and the keys that it was recognised by.
+  """The kind of a record, and the keys that it was recognized by.
 
   Attributes:
     kind: kind of the record.
@@ -48,7 +48,7 @@ def recognise(record: Any, where: str) -> Recognised:
     form = forms.find(record, *kind.forms)
     needed = next((keys for keys in own_forms if set(keys) <= record.keys()), ())
     # An Alpaca instruction is only another way to give the prompt of a pair or of a
-    # labelled completion, so it does not determine these kinds.
+    # labeled completion, so it does not determine these kinds.
     if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
       known = {*needed, *(form.needs if form and needed else ())}
     else:

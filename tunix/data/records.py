@@ -40,7 +40,7 @@ Text = str | Sequence[Mapping[str, Any]]
 _LABELS = {"true": True, "false": False}
 # Column of the rendered prompt in batches for reinforcement learning.
 PROMPT_COLUMN = "prompts"
-# Column with the token ids of prompts whose text, tokenised, would begin with another
+# Column with the token ids of prompts whose text, tokenized, would begin with another
 # BOS: a chat template that prints no BOS, of a tokenizer that has one.
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # Roles of the first turn of a whole conversation.

@@ -1,6 +1,6 @@
 """A scan of the data before training, so that bad input fails in the first minute.
 
-A scan renders and tokenises one record at a time and keeps counts only.
+A scan renders and tokenizes one record at a time and keeps counts only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Report:
     truncated: number of kept records that lost tokens.
     empty: number of records left out because a completion is empty.
     equal: number of records left out because chosen and rejected are equal.
-    tokens: tokens of the kept records; only completions count in pairs and labelled
+    tokens: tokens of the kept records; only completions count in pairs and labeled
       completions.
     trained_tokens: tokens among them that are trained or scored.
     longest: largest number of tokens before cutting, by limited part ("record", or

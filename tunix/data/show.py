@@ -157,7 +157,7 @@ def describe_prompts(batch: Mapping[str, Sequence[Any]], *, rows: int | None) ->
 
 
 def describe_record(read: Record, *, colour: bool = False) -> str:
-  """Returns the text of a record before tokenisation; trained text between « and ».
+  """Returns the text of a record before tokenization; trained text between « and ».
 
   Args:
     read: parts of the record.

@@ -164,7 +164,7 @@ def _contents(
   joined, left = "", gaps[0]  # text so far, and the text after its last content
   for at, turn in enumerate(turns):
     before, after = gaps[at], gaps[at + 1]
-    # The text of this turn in the rendering that replaces its two neighbours. `first`
+    # The text of this turn in the rendering that replaces its two neighbors. `first`
     # replaces turns 0, 2, 4, ..., so it keeps the odd ones; `second` is the other way
     # round.
     piece = (first if at % 2 else second)[(at + 1) // 2]

@@ -70,7 +70,7 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
     return (read for _, read in self.checked())
 
   def validate(self) -> dict[str, int]:
-    """Checks the fields of every record, without tokenising.
+    """Checks the fields of every record, without tokenizing.
 
     Returns:
       The number of records of each form.

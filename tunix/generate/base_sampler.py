@@ -147,7 +147,7 @@ class BaseSampler:
       TypeError: a prompt, the seed or a stop string has another type.
       ValueError: no prompts; an empty prompt; one longer than `max_prompt_length`; ids
         outside the vocabulary; an option out of range, in conflict with another (see
-        `SamplingOptions`) or not honoured by this sampler; or more tokens than the
+        `SamplingOptions`) or not honored by this sampler; or more tokens than the
         sampler holds.
     """
     # Every parameter but the prompts is an option of the same name.
@@ -173,7 +173,7 @@ class BaseSampler:
     """Checks a call and returns the token ids of its prompts.
 
     Raises:
-      ValueError: an option that is not honoured, no prompts, or a prompt longer than
+      ValueError: an option that is not honored, no prompts, or a prompt longer than
         `max_prompt_length`.
     """
     options.refuse(

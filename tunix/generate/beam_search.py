@@ -80,10 +80,10 @@ def search(
     state: state of the module, from `decode.opened`.
     prompts: as for `decode.start`, with K rows for each prompt.
     rules: as for `decode.start`. Forbidden tokens are left out; the probabilities of
-      the other tokens are not renormalised.
+      the other tokens are not renormalized.
     plan: as for `decode.start`.
     beams: K, number of beams per prompt.
-    length_penalty: float32 scalar. Above 0 it favours long beams, below 0 short ones.
+    length_penalty: float32 scalar. Above 0 it favors long beams, below 0 short ones.
   """
   # A single program, unlike `start` and `advance`: the caller cannot read any row
   # before the end, because the best beam may still change.

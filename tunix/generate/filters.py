@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _HEAD = 256  # number of best tokens of a row that are sorted
-BLOCK = 256  # tokens of a block; sums by blocks vectorise and have smaller errors
+BLOCK = 256  # tokens of a block; sums by blocks vectorize and have smaller errors
 _INFINITY_BITS = 0x7F800000  # the bits of float32 infinity
 
 Rule = Float[Array, " B"]

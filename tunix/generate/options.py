@@ -143,10 +143,10 @@ class SamplingOptions:
     return names - idle
 
   def refuse(self, names: Collection[str], sampler: str, remedy: str) -> None:
-    """Refuses a call that uses an option which the sampler does not honour.
+    """Refuses a call that uses an option which the sampler does not honor.
 
     Args:
-      names: options that are not honoured.
+      names: options that are not honored.
       sampler: subject of the message.
       remedy: end of the message: what to do besides leaving the option out.
 
@@ -155,8 +155,7 @@ class SamplingOptions:
     """
     if refused := sorted(self.active & set(names)):
       raise ValueError(
-        f"{sampler} does not honour {' and '.join(refused)}: leave that out, or "
-        f"{remedy}"
+        f"{sampler} does not honor {' and '.join(refused)}: leave that out, or {remedy}"
       )
 
   @property

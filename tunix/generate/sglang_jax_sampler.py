@@ -71,7 +71,7 @@ class SglangJaxSampler(BaseSampler):
     """Sends one request per completion and collects the answers.
 
     `engine_options` are further sampling parameters of the engine, such as
-    {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honoured; other ids are not.
+    {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honored; other ids are not.
 
     Returns:
       The output, as from `Sampler`. The engine's log-probs are under softmax(logits /
@@ -86,7 +86,7 @@ class SglangJaxSampler(BaseSampler):
     is_scaled = options.temperature not in (0, 1)
     if options.return_logprobs and is_scaled and options.filters:
       raise ValueError(
-        f"SGLang-JAX does not honour return_logprobs of draws filtered by "
+        f"SGLang-JAX does not honor return_logprobs of draws filtered by "
         f"{', '.join(options.filters)} at temperature {options.temperature}: leave the "
         "filters out, or sample at temperature 1"
       )

@@ -53,7 +53,7 @@ def token_bytes(tokenizer: TokenizerAdapter) -> list[bytes | None]:
 
   Raises:
     ValueError: the bytes, joined, differ from what the tokenizer decodes. This is so
-      for decoders that change a token's text according to its neighbours.
+      for decoders that change a token's text according to its neighbors.
   """
   found: list[bytes | None] = [None] * tokenizer.vocab_size
   special = tokenizer.special_ids()
@@ -221,6 +221,6 @@ def _check(tokenizer: TokenizerAdapter, found: list[bytes | None]) -> None:
     raise ValueError(
       f"the tokenizer decodes a sample as {text!r}, but the bytes of its tokens are "
       f"{joined!r}; expected equal texts. Its decoder changes tokens according to "
-      "their neighbours. Use a tokenizer without this, for example one with "
+      "their neighbors. Use a tokenizer without this, for example one with "
       "clean_up_tokenization_spaces=False"
     )

@@ -42,7 +42,7 @@ _KIND_NAMES = {str: "a text", list: "a list", int: "a whole number", dict: "a ta
 _MOST_ENTRIES = 4096
 
 # Fields that do not change the adapter's function: bookkeeping, settings of features
-# that are refused, and settings of the random initialisation.
+# that are refused, and settings of the random initialization.
 WITHOUT_MEANING = frozenset(
   ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")
   + ("inference_mode", "runtime_config", "megatron_core", "qalora_group_size")

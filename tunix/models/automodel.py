@@ -51,6 +51,7 @@ class AutoModel:
     attention: str | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
+    quantize: QuantisationConfig | str | None = None,
     quantise: QuantisationConfig | str | None = None,
     family: Family | None = None,
   ) -> Transformer:
@@ -67,12 +68,13 @@ class AutoModel:
       remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
         default.
       num_scores: if not None, the model is a critic or a reward model: a head with
-        `num_scores` outputs replaces the unembedding. The head is initialised randomly
+        `num_scores` outputs replaces the unembedding. The head is initialized randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
-      quantise: "nf4", "int4", "int8", "mxfp4" or a `QuantisationConfig`: the layers'
-        kernels are quantised when they are read, as a base for training adapters. With
+      quantize: "nf4", "int4", "int8", "mxfp4" or a `QuantisationConfig`: the layers'
+        kernels are quantized when they are read, as a base for training adapters. With
         "mxfp4" these are the experts of a mixture, and experts that the folder holds in
         MXFP4 keep their numbers.
+      quantise: another name of `quantize`.
       family: the kind of model; None selects it by `model_type`.
 
     Raises:
@@ -104,7 +106,9 @@ class AutoModel:
       num_scores=num_scores,
     )
     where = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
-    model = safetensors_loader.load_model(tensors, config, family, where, quantise)
+    model = safetensors_loader.load_model(
+      tensors, config, family, where, quantize or quantise
+    )
     return sharding_lib.on_users_mesh(model, mesh)
 
   load = from_pretrained
@@ -178,7 +182,7 @@ def of_shapes(
     config: a family's ModelConfig.
     mesh: the mesh of the shardings.
     change: applied to the model before it is laid out, for example to add adapters or
-      to quantise it.
+      to quantize it.
 
   Raises:
     ValueError: the config belongs to no family.

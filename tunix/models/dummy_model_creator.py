@@ -26,7 +26,7 @@ def create_dummy_model(
   """Makes a model whose floating-point parameters are all normal draws times `scale`.
 
   Unlike `AutoModel.from_config` it accepts any class, draws norms and biases too, and
-  never runs the initialisation of the class.
+  never runs the initialization of the class.
 
   Args:
     model_class: traced as `model_class(config, rngs=...)`, for its shapes only.

@@ -159,7 +159,7 @@ def apply(
 
   Args:
     model: a model without adapters. It is unchanged. It may be stacked, or unstacked to
-      adapt single layers, and its kernels may be quantised.
+      adapt single layers, and its kernels may be quantized.
     config: ranks, scales, targets and kind.
     seed: seed of A and of the dropout masks. The draw of a module depends only on the
       seed and on the module's name.
@@ -226,7 +226,7 @@ def merge(
   """Returns a model whose adapters are merged into its kernels.
 
   A merged kernel is W + scale A B, with DoRA's magnitudes, computed in float32 and
-  rounded to the kernel's dtype. Quantised kernels become arrays. All other weights are
+  rounded to the kernel's dtype. Quantized kernels become arrays. All other weights are
   shared with `model`.
 
   Args:

@@ -301,7 +301,7 @@ def detach(linear: Linear) -> None:
 
 
 def count(model: Transformer) -> int:
-  """Returns the number of parameters; a quantised kernel counts at its full size."""
+  """Returns the number of parameters; a quantized kernel counts at its full size."""
   total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
   for linear in linears(model).values():
     if is_quantised(linear):

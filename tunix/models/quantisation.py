@@ -1,6 +1,6 @@
 """Models whose layers' kernels are stored in 4 or 8 bits: the base of QLoRA.
 
-    small = quantisation.quantise(model, "nf4")
+    small = quantisation.quantize(model, "nf4")
     adapted = lora.apply(small, lora.LoraConfig(rank=16))
 
 QLoRA: Dettmers et al. 2023, arXiv:2305.14314. Embedding, unembedding, norms and biases
@@ -23,7 +23,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisationConfig, QuantisedKernel
 from tunix.utils import mesh as mesh_lib
 
-__all__ = ["QuantisationConfig", "dequantise", "is_quantised", "quantise"]
+__all__ = ["QuantisationConfig", "dequantize", "is_quantised", "quantize"]
 
 
 def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
@@ -38,19 +38,19 @@ def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
   return QuantisationConfig(method=config) if isinstance(config, str) else config
 
 
-def quantise(
+def quantize(
   model: Transformer,
   config: QuantisationConfig | str,
   *,
   targets: tuple[str, ...] | None = None,
 ) -> Transformer:
-  """Returns a model with quantised kernels that shares all else with `model`.
+  """Returns a model with quantized kernels that shares all else with `model`.
 
-  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantise=)`
-  quantises while reading, and never holds the whole model at full size.
+  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantize=)`
+  quantizes while reading, and never holds the whole model at full size.
 
   Args:
-    model: a model without adapters and without quantised kernels. It is unchanged.
+    model: a model without adapters and without quantized kernels. It is unchanged.
     config: the name of a method, or the whole configuration.
     targets: names or patterns as in `LoraConfig.targets`. None selects every linear map
       of the layers except the routers of experts, which are small and sensitive. With
@@ -58,12 +58,12 @@ def quantise(
 
   Raises:
     ValueError: a target matches nothing, blocks do not divide a kernel, or the model
-      has adapters or quantised kernels.
+      has adapters or quantized kernels.
   """
   config = as_config(config)
   lora_modules.require_bare(model)
   if is_quantised(model):
-    raise ValueError("the model is quantised already: call quantisation.dequantise")
+    raise ValueError("the model is quantized already: call quantisation.dequantize")
   out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
   chosen = _chosen(modules, config)
@@ -78,7 +78,7 @@ def quantise(
 def quantise_kernel(
   kernel: jax.Array, spec: tuple[Any, ...], config: QuantisationConfig
 ) -> QuantisedKernel:
-  """Quantises one kernel [*stack, in, out] on the devices that hold it.
+  """Quantizes one kernel [*stack, in, out] on the devices that hold it.
 
   Args:
     kernel: the kernel.
@@ -101,14 +101,14 @@ def quantise_kernel(
   )
 
 
-def dequantise(model: Transformer) -> Transformer:
+def dequantize(model: Transformer) -> Transformer:
   """Returns a model whose kernels are arrays; it keeps adapters and shares all else.
 
   Raises:
     ValueError: no kernel is quantised.
   """
   if not is_quantised(model):
-    raise ValueError("the model is not quantised: there is nothing to dequantise")
+    raise ValueError("the model is not quantized: there is nothing to dequantize")
   out = nnx.clone(model)
   for linear in lora_modules.linears(out).values():
     dequantise_kernel(linear)
@@ -116,7 +116,7 @@ def dequantise(model: Transformer) -> Transformer:
 
 
 def dequantise_kernel(linear: Linear) -> None:
-  """Replaces a module's quantised kernel by an array, in place."""
+  """Replaces a module's quantized kernel by an array, in place."""
   if isinstance(linear.kernel, QuantisedKernel):
     spec = linear.kernel.get_metadata("out_sharding")
     dense = lora_modules.dense_kernel(linear, linear.kernel.dtype)
@@ -129,7 +129,7 @@ def is_quantised(model: Transformer) -> bool:
 
 
 def _chosen(paths: Iterable[str], config: QuantisationConfig) -> list[str]:
-  """Returns the modules that are quantised if no targets are given."""
+  """Returns the modules that are quantized if no targets are given."""
   chosen = [path for path in paths if not _is_router(path)]
   experts = [path for path in chosen if ".experts." in path]
   return experts if experts and config.method == "mxfp4" else chosen
@@ -140,10 +140,10 @@ def _is_router(path: str) -> bool:
 
 
 class OnLoad:
-  """Quantiser of kernels that are being loaded.
+  """Quantizer of kernels that are being loaded.
 
   The loader passes each array through `packed`, and the loaded model through `finish`.
-  The peak of memory is the quantised model and one parameter at full size.
+  The peak of memory is the quantized model and one parameter at full size.
 
   Args:
     config: the name of a method, or the whole configuration.
@@ -160,9 +160,9 @@ class OnLoad:
     self.kernels: dict[str, QuantisedKernel] = {}
 
   def packed(self, path: str, value: jax.Array) -> jax.Array:
-    """Quantises a kernel and returns its scales as a placeholder until `finish`.
+    """Quantizes a kernel and returns its scales as a placeholder until `finish`.
 
-    An array that is not to be quantised is returned unchanged.
+    An array that is not to be quantized is returned unchanged.
     """
     if path not in self.specs:
       return value
@@ -174,8 +174,12 @@ class OnLoad:
     return kernel.scales[...]
 
   def finish(self, model: Transformer) -> Transformer:
-    """Replaces the placeholders in the loaded model by the quantised kernels."""
+    """Replaces the placeholders in the loaded model by the quantized kernels."""
     modules = lora_modules.linears(model)
     for path, kernel in self.kernels.items():
       modules[path].kernel = nnx.data(kernel)
     return model
+
+
+# Names of earlier versions.
+quantise, dequantise = quantize, dequantize

@@ -36,7 +36,7 @@ def load_model(
   config: Any,
   family: Family,
   mesh: Mesh | None = None,
-  quantise: QuantisationConfig | str | None = None,
+  quantize: QuantisationConfig | str | None = None,
 ) -> Transformer:
   """Builds a model and fills it with the tensors of a checkpoint.
 
@@ -45,7 +45,7 @@ def load_model(
     config: the configuration that the family's class is built with.
     family: the class and the table of tensor names.
     mesh: the mesh that the weights are laid out on; None for the default device.
-    quantise: the method that stores the layers' kernels in 4 or 8 bits, each quantised
+    quantize: the method that stores the layers' kernels in 4 or 8 bits, each quantized
       when it is read; None keeps their dtype.
 
   Raises:
@@ -66,13 +66,13 @@ def load_model(
     targets = tree.flatten(sharding.named_shardings(state, mesh))
 
   packer = None
-  if quantise is not None and not isinstance(config, TransformerConfig):
+  if quantize is not None and not isinstance(config, TransformerConfig):
     raise ValueError(
-      f"quantise is {quantise!r}: only our decoder is quantised on loading, not a "
+      f"quantize is {quantize!r}: only our decoder is quantized on loading, not a "
       f"{family.name}; leave it out"
     )
-  if quantise is not None:
-    packer = quantisation.OnLoad(quantise, nnx.merge(graph, state))
+  if quantize is not None:
+    packer = quantisation.OnLoad(quantize, nnx.merge(graph, state))
 
   with WeightReader(tensors) as reader:
 
@@ -98,7 +98,7 @@ def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> b
 
 def _draw(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
   """Draws a score head from a fixed key, so that all processes get the same one."""
-  _log.warning("the checkpoint has no score head: it is initialised randomly")
+  _log.warning("the checkpoint has no score head: it is initialized randomly")
   value = fresh_weights(jax.random.key(0), leaf.shape).astype(leaf.dtype)
   return value if where is None else jax.device_put(value, where)
 
@@ -120,7 +120,7 @@ def _check(
   if not jnp.issubdtype(tensor.dtype, jnp.floating):
     raise ValueError(
       f"tensor {key!r} in {tensor.file.name} holds {tensor.dtype}, expected floating "
-      "point: quantised checkpoints are not supported"
+      "point: quantized checkpoints are not supported"
     )
 
 

@@ -69,7 +69,7 @@ def save_pretrained(
   """Writes `config.json`, safetensors and the source's tokenizer files.
 
   Adapters are merged into their weights in float32, one parameter at a time, and the
-  error of rounding to `dtype` is logged. Quantised kernels are written dequantised.
+  error of rounding to `dtype` is logged. Quantized kernels are written dequantized.
   After an error no files are left behind; `tensor_files.staged_folder` describes saving
   into an existing folder. A model that is spread over several processes must be saved
   by all of them, into a folder that they share. Each process writes its part of the
@@ -220,7 +220,7 @@ def _tensors(
     module, _, field = path.rpartition(".")
     if field.startswith("lora_") or field == "scales":
       continue
-    if field == "codes":  # codes and scales together are one quantised kernel
+    if field == "codes":  # codes and scales together are one quantized kernel
       path, (module, _, field) = module, module.rpartition(".")
     linear = linears.get(module) if field == "kernel" else None
     parameter = value if linear is None else linear.kernel

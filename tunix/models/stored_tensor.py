@@ -46,7 +46,7 @@ class StoredTensor:
     file: the file.
     dtype, shape: those of the stored numbers.
     offset: position of its first byte in the file.
-    strides: distance in elements between neighbours along each axis; None for
+    strides: distance in elements between neighbors along each axis; None for
       contiguous rows (C order).
   """
 

@@ -12,7 +12,7 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 
-# Divisible by eight devices, and by the blocks of quantised kernels (64 inputs).
+# Divisible by eight devices, and by the blocks of quantized kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
 _KV_HEADS = 4
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}

@@ -84,7 +84,7 @@ def read(
   modules = peft.get("modules_to_save") or []
   out = {}
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
-    if module_of(path).endswith(".kernel"):  # codes or scales of a quantised kernel
+    if module_of(path).endswith(".kernel"):  # codes or scales of a quantized kernel
       continue
     place = params.place(family.names, path, model.config)
     # PEFT compares the ends of the names: "norm" selects q_norm too.

@@ -48,7 +48,7 @@ def choose(model: Transformer, names: Iterable[str] | None) -> list[str]:
     if not matched:
       raise ValueError(
         f"modules_to_save {name!r} matches no module with weights that can be trained "
-        f"(quantised ones cannot); modules are {', '.join(paths)}"
+        f"(quantized ones cannot); modules are {', '.join(paths)}"
       )
     chosen.update(matched)
   tied = model.config.tie_embeddings and model.score is None
@@ -88,7 +88,7 @@ def _modules(model: Transformer) -> Iterator[tuple[str, nnx.Module]]:
 
 def _parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
   for name, value in vars(module).items():
-    # Codes and scales belong to a quantised kernel, lora_* to an adapter.
+    # Codes and scales belong to a quantized kernel, lora_* to an adapter.
     if name.startswith(("codes", "scales", "lora_")):
       continue
     if isinstance(value, nnx.Param):

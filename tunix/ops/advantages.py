@@ -107,7 +107,7 @@ def decoupled(
   *,
   where: Where | None = None,
 ) -> Rewards:
-  """Returns sum_k weight_k * estimate(rewards_k), normalised over the batch.
+  """Returns sum_k weight_k * estimate(rewards_k), normalized over the batch.
 
   Advantages are computed for each reward separately and then added. If the rewards were
   added first, a reward with a large spread would dominate the others, and different
@@ -143,7 +143,7 @@ def gae(
   gamma: float,
   lam: float,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Returns advantages by generalised advantage estimation (arXiv:1506.02438).
+  """Returns advantages by generalized advantage estimation (arXiv:1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 

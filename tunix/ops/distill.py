@@ -6,7 +6,7 @@ Let p be the teacher's and q the student's softmax(logits / temperature). Per to
               the teacher may produce (arXiv:1503.02531, up to a constant)
   reverse_kl  KL(q || p): the student avoids tokens that the teacher would not produce
   jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: the
-              generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, section
+              generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649, section
               2). Divided by beta, it approaches the forward KL as beta goes to 0.
               Divided by 1 - beta, it approaches the reverse KL as beta goes to 1. At
               beta 0 and 1 it is defined as these limits

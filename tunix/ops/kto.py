@@ -1,4 +1,4 @@
-"""KTO: a loss of single responses labelled desirable or not (arXiv:2402.01306)."""
+"""KTO: a loss of single responses labeled desirable or not (arXiv:2402.01306)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of preference pairs, each computed from one pair alone; to be minimised.
+"""Losses of preference pairs, each computed from one pair alone; to be minimized.
 
 Each function takes `PairScores` and returns a value per pair. Let x be the prompt, c
 the chosen and r the rejected response, pi the policy and pi_0 the reference. In natural
@@ -265,7 +265,7 @@ def discopop(
 def sigmoid_norm(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """Returns -log s(beta (C / |c| - R / |r|)): length-normalised DPO.
+  """Returns -log s(beta (C / |c| - R / |r|)): length-normalized DPO.
 
   See Tulu 3, arXiv:2411.15124; `label_smoothing` is as for `sigmoid`.
   """

@@ -1,6 +1,6 @@
 """Losses of a policy and of a critic per token, from log-probabilities and advantages.
 
-Every loss is [B, T] and is minimised; `ops.reductions.aggregate` reduces it to one
+Every loss is [B, T] and is minimized; `ops.reductions.aggregate` reduces it to one
 number. Advantages have no gradient. They are [B], one per row, or [B, T], one per
 token. Losses take the logarithm of the ratio w = pi / pi_old of two policies, from
 `log_ratio`. An algorithm is therefore a choice of ratio, loss, advantage and

@@ -34,7 +34,7 @@ def bradley_terry(
   log-likelihood of a preference (arXiv:2203.02155, equation 1). Its margin is larger
   for clearer preferences (Llama 2, arXiv:2307.09288, equation 2). A constant that is
   added to both rewards does not change the first term; the second term moves the mean
-  of the rewards towards 0 (arXiv:2312.09244).
+  of the rewards toward 0 (arXiv:2312.09244).
 
   Args:
     chosen, rejected: rewards of the responses, differentiated.

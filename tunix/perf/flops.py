@@ -1,11 +1,11 @@
-"""Model FLOPs by formula, and the utilisation of devices that follows from them.
+"""Model FLOPs by formula, and the utilization of devices that follows from them.
 
 A matrix of P parameters costs 2 P FLOPs for each token in the forward pass (a
 multiply and an add), as much again in the backward pass for the gradient of its input,
 and as much again for its own gradient, if it is trained: 6 P, the rule of Kaplan et
 al. 2020 (arXiv:2001.08361, section 2.1). Attention adds two products of queries
 with keys and of weights with values (PaLM, arXiv:2204.02311, appendix B). Work that
-rematerialisation repeats does not count.
+rematerialization repeats does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 def mfu(flops: float, seconds: float, devices: Iterable[Any]) -> float | None:
-  """Returns the model FLOPs utilisation (MFU), between 0 and 1.
+  """Returns the model FLOPs utilization (MFU), between 0 and 1.
 
   Args:
     flops: model FLOPs of a step, on all devices together.

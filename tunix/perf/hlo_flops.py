@@ -58,7 +58,7 @@ def count_flops(lowered: Any) -> ProgramFlops:
   """Counts the FLOPs of the products of `jax.jit(f).lower(...)`.
 
   Shapes are those before partitioning, so the count is that of all devices together.
-  A forward pass that rematerialisation computes twice counts twice. Element-wise
+  A forward pass that rematerialization computes twice counts twice. Element-wise
   operations and kernels other than splash attention (cuDNN) do not count. A
   conditional counts as its most expensive branch.
 

@@ -1,6 +1,6 @@
 """Collectives of a compiled program: what its devices send each other.
 
-Read off the text of the optimised HLO: each collective with the bytes of its result,
+Read off the text of the optimized HLO: each collective with the bytes of its result,
 counted as often as the loops around it run.
 
 Two habits of the TPU compiler need care. It cuts a collective that runs beside other

@@ -28,7 +28,7 @@ class ProgramEstimate:
     peak_bytes: most memory that is in use at once.
     host_bytes: memory of the host, for each device, that offloading takes.
     flops: FLOPs on all devices together: matrix products, convolutions and splash
-      attention. Rematerialised work counts twice.
+      attention. Rematerialized work counts twice.
     moved_bytes: lower bound of the memory traffic: arguments are read once and results
       written once. For one pass of a loop of unknown length: only its arguments.
     devices: number of devices that run it.

@@ -93,7 +93,7 @@ class RunEstimate:
 
   @property
   def mfu(self) -> float | None:
-    """Upper bound of the model FLOPs utilisation."""
+    """Upper bound of the model FLOPs utilization."""
     if self.chip is None or not self.step_seconds:
       return None
     return self.model_flops / (self.step_seconds * self.devices * self.chip.flops)

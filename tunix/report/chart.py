@@ -1,4 +1,4 @@
-"""The data of the charts on a page: which curves a chart draws, and in which colour."""
+"""The data of the charts on a page: which curves a chart draws, and in which color."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
   at_rounding = limit is not None and 0 < max(values, default=0) <= limit
   rounding = limit if at_rounding else None
   return {"title": measure.title, "rounding": rounding, "lines": lines}
+
+
+def constant(data: Mapping[str, Any]) -> float | None:
+  """Returns the only value of a chart's curves; None if they move or are one point."""
+  lines = data["lines"]
+  curves = [line["points"] for line in lines]
+  curves += [bound for line in lines for bound in line["band"] or ()]
+  values = {value for points in curves for _, value in points}
+  is_still = len(values) == 1 and any(line["count"] > 1 for line in lines)
+  return values.pop() if is_still else None
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[int, float]]:

@@ -52,7 +52,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
   ),
   "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
   "Episodes": (r"episodes/.*", r"env/.*"),
-  "Optimisation": (r"learning_rate", r"grad_norm", r"trained_tokens"),
+  "Optimization": (r"learning_rate", r"grad_norm", r"trained_tokens"),
   "Speed and memory": (
     r"tokens_per_sec",
     r"steps_per_sec",
@@ -86,15 +86,16 @@ _TITLES = {
   "kl": "KL to the reference, nats",
   "entropy": "entropy, nats",
   "parity/abs_diff": "sampler and trainer, difference of log-probabilities",
+  "parity/kl": "sampler and trainer, KL, nats",
   "parity/ratio": "sampler and trainer, ratio of probabilities",
   "learning_rate": "learning rate",
   "grad_norm": "norm of the gradient",
-  "trained_tokens": "trained tokens a step",
+  "trained_tokens": "trained tokens per step",
   "tokens_per_sec": "tokens per second",
   "steps_per_sec": "steps per second",
-  "step_time_sec": "seconds a step",
+  "step_time_sec": "seconds per step",
   "tflops_per_sec": "TFLOP per second",
-  "mfu": "model FLOPs utilisation",
+  "mfu": "model FLOPs utilization",
   "device_memory_bytes": "device memory, bytes",
 }
 
@@ -137,7 +138,7 @@ def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
 def without_single_charts(
   sections: Mapping[str, list[Measure]],
 ) -> dict[str, list[Measure]]:
-  """Joins every section of one chart with a neighbour, which fills its row.
+  """Joins every section of one chart with a neighbor, which fills its row.
 
   Args:
     sections: what `arrange` returns.

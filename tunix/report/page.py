@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,10 @@ def _heading(runs: Sequence[Run], curves: Sequence[Curves]) -> Part:
     parts.append(document.text(f"{name}: {state}", colour=colour))
     for note in ([run.failure] if run.failure else []) + [*run.notes, *read.notes]:
       parts.append(document.text(note, style="note"))
-  legend = "Training is a solid line, evaluation a dashed one, over the step."
+  legend = (
+    "Solid lines are training, dashed lines are evaluation. The horizontal axis is the "
+    "step."
+  )
   parts.append(document.text(legend, style="soft"))
   return document.section("Comparison of runs" if is_comparison else "Run", *parts)
 
@@ -102,14 +106,34 @@ def _charts(runs: Sequence[Run], curves: Sequence[Curves]) -> list[Part]:
   for label, charts in measures.without_single_charts(measures.arrange(names)).items():
     shown, left = charts[: max(left, 0)], left - len(charts)
     figures = [chart.data(measure, by_run) for measure in shown]
+    parts: list[Part] = []
+    if label.startswith("Rewards"):
+      parts += [*_decoding(runs), *_reward_names([measure.name for measure in shown])]
+    if moving := [data for data in figures if chart.constant(data) is None]:
+      parts.append({"kind": "charts", "charts": moving})
+    still = [data for data in figures if data not in moving]
+    if still:
+      values = [f"{data['title']}: {chart.constant(data):,g}" for data in still]
+      text = f"The same in every step: {'; '.join(values)}."
+      parts.append(document.text(text, style="soft"))
     if figures:
-      notes = _decoding(runs) if label.startswith("Rewards") else []
-      drawn = {"kind": "charts", "charts": figures}
-      sections.append(document.section(label, *notes, drawn))
+      sections.append(document.section(label, *parts))
   if left < 0:
     note = f"{-left:,} further metrics are only in logs/metrics.jsonl."
     sections[-1]["parts"].append(document.text(note, style="note"))
   return sections
+
+
+def _reward_names(names: Sequence[str]) -> list[Part]:
+  """Explains the charts with "reward" in their names, if there are several."""
+  own = [name for name in names if re.search(r"rewards/(?!score/)[^/]*$", name)]
+  if not own or "rewards/score/mean" not in "\n".join(names):
+    return []
+  text = (
+    '"reward" is the sum of the reward functions, each with its weight; '
+    f"{own[0]} is one of them, without its weight."
+  )
+  return [document.text(text, style="soft")]
 
 
 def _decoding(runs: Sequence[Run]) -> list[Part]:

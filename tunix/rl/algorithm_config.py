@@ -152,7 +152,7 @@ class AlgorithmConfig:
     epsilon_low, epsilon_high: the clip of one side; None uses epsilon.
     epsilon_c: dual clip: the loss of a negative advantage is at most epsilon_c times
       its size. It must be above 1 + epsilon_high; None is no dual clip.
-    loss_algo: "grpo" (ratio of each token), "gspo" (ratio of the sequence, normalised
+    loss_algo: "grpo" (ratio of each token), "gspo" (ratio of the sequence, normalized
       by its length), "rloo" (ratio of the whole sequence), "cispo" (clipped weight on
       the log-probability) or "reinforce" (no ratio; one update on each batch of
       rollouts).

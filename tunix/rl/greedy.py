@@ -5,7 +5,7 @@
 
 Each prompt is a group: a thread of its own runs its environments and rewards, and asks
 the engine for actions (engine_loop.py). Batches start and are trained in the order of
-the data, so nothing is discarded and no length is favoured. The rule of admission
+the data, so nothing is discarded and no length is favored. The rule of admission
 bounds the age of every token, see `jobs.admissible`.
 
 What depends on timing is which requests and which weights the engine takes before which

@@ -113,7 +113,7 @@ def policy_loss(
   temperature: float,
   max_tokens: int,
 ) -> tuple[WeightedSum, Aux]:
-  """Computes the loss that every learner minimises.
+  """Computes the loss that every learner minimizes.
 
   Args:
     model: the policy.

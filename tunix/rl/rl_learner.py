@@ -296,6 +296,7 @@ class RLLearner(BaseTrainer):
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
     """Samples the next prompts and makes all updates on the rollouts."""
     with self.rl_cluster.perf.span_group("global_step"):
+      self.rl_cluster.actor_trainer.phase("sampling")
       with self._run.saved_on_failure():  # saves the updates before this step
         example = self._collect(source)
       if example is None:
@@ -363,7 +364,7 @@ class RLLearner(BaseTrainer):
     if eval_ds is None:
       return None
     with self.rl_cluster.perf.span_group("evaluation"):
-      values = self.evaluate(eval_ds)
+      values = self.evaluate(self.rl_cluster.actor_trainer.counted(eval_ds))
     self._log({**values, **self._phases.take()}, Mode.EVAL)
     return values
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -102,6 +102,14 @@ class Trainer(PeftTrainer):
   def flush(self) -> None:
     """Waits for the dispatched updates and logs their metrics."""
     self._reporter.flush()
+
+  def phase(self, name: str) -> None:
+    """Shows on the progress bar what the run does until the next update."""
+    self._reporter.phase(name, self.train_steps)
+
+  def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields the batches of an evaluation, and shows their number on the bar."""
+    return self._reporter.counted(batches, self.train_steps)
 
   def show(self, values: Mapping[str, float]) -> None:
     """Sets the metrics of the rollouts that the progress bar shows from now on."""

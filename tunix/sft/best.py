@@ -31,7 +31,7 @@ class BestOptions:
       names that end in "loss" or "perplexity"; required for other names.
     patience: stop after this number of consecutive evaluations without an improvement;
       None: never stop early.
-    min_delta: least change, in the unit of the metric, that counts as an improvement
+    min_delta: minimum change, in the unit of the metric, that counts as an improvement
       for `patience`. The best checkpoint is always that of the best value.
 
   Raises:

@@ -24,11 +24,12 @@ class CheckpointOptions:
 
   Attributes:
     save_every_n_steps: write a checkpoint after every n steps; None: by time alone.
-    min_interval_secs: least number of seconds between two checkpoints, if
+    min_interval_secs: minimum number of seconds between two checkpoints, if
       `save_every_n_steps` is not set; None: 180.
     max_to_keep: number of checkpoints to keep, the newest ones; None: all of them.
     asynchronous: write checkpoints in the background, during the next steps.
-    timeout_secs: most seconds that a process waits for the others when saving.
+    timeout_secs: maximum number of seconds that a process waits for the others when
+      saving.
   """
 
   save_every_n_steps: int | None = None
@@ -79,8 +80,8 @@ class TrainingConfig:
     data_sharding_axis: mesh axes that split the batch dimension.
     offload_optimizer: keep the optimizer's state in host memory, and copy it to the
       device for the update only.
-    max_inflight_computations: most steps that are dispatched to the device and not yet
-      finished; 0: no limit.
+    max_inflight_computations: maximum number of steps that are dispatched to the device
+      and not yet finished; 0: no limit.
     metrics_prefix: text before the name of every metric.
     pbar_description: label of the progress bar, and of the lines that replace it if
       standard error is no terminal; None: no bar and no lines.

@@ -122,8 +122,8 @@ def _check_trainable(model: nnx.Module, params: Arrays) -> None:
   for name, leaf in tree.flatten(params).items():
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise ValueError(
-        f"parameter {name} holds {leaf.dtype}, which has no gradient: a quantised base "
-        "is not trained. Add adapters (lora.apply), or dequantise it."
+        f"parameter {name} holds {leaf.dtype}, which has no gradient: a quantized base "
+        "is not trained. Add adapters (lora.apply), or dequantize it."
       )
 
 

@@ -272,7 +272,7 @@ class PeftTrainer(BaseTrainer):
     """Trains until the data, `max_steps` or patience ends.
 
     A resumed run continues at its place in the data. If the data has ended, calling
-    `train` again restarts the data; the step count continues towards `max_steps`. A
+    `train` again restarts the data; the step count continues toward `max_steps`. A
     script with several calls resumes in the interrupted call: completed calls return at
     once.
 
@@ -435,6 +435,7 @@ class PeftTrainer(BaseTrainer):
     self._reporter.flush()
     self._call_hook("on_eval_step_start")
     with self.perf_tracer.span_group("evaluation"):
+      batches = self._reporter.counted(batches, self.train_steps)
       metrics = self._eval_metrics(batches, skip_jit, signals)
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
     self._call_hook("on_eval_step_end", metrics["loss"])

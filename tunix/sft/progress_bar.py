@@ -16,9 +16,10 @@ from tunix.sft.metrics_logger import MetricsLogger, Mode
 class ProgressBar:
   """Shows the number of steps and the newest values of some metrics.
 
-  In a terminal, or in a notebook, tqdm draws a bar on standard error. Elsewhere (a
-  pipe, a log file) the first process writes lines to standard error: for the first
-  step, for the last one, and between them at most one every ten seconds.
+  In a terminal, or in a notebook, tqdm draws a bar on standard error, with the phase
+  of the run before it. Elsewhere (a pipe, a log file) the first process writes lines to
+  standard error: for each phase before the first step, for the first step, for the last
+  one, and between them at most one every ten seconds.
 
   Args:
     metrics_logger: the logger that `update_metrics` reads.
@@ -39,9 +40,10 @@ class ProgressBar:
     self._logger = metrics_logger
     self._prefix = metrics_prefix
     self._shown: dict[str, str] = {}
+    self._description = description or "step"
     self._bar: Any = None
     if not _can_draw():
-      self._bar = _Lines(initial_steps, max_steps, description or "step")
+      self._bar = _Lines(initial_steps, max_steps, self._description)
       return
     from tqdm import auto
 
@@ -58,10 +60,22 @@ class ProgressBar:
     """The values after the bar, by name."""
     return dict(self._shown)
 
-  def say(self, text: str) -> None:
-    """Writes a line of text, if lines replace the bar."""
+  def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+    """Shows what the run does until the next step.
+
+    Args:
+      name: the phase, such as "compiling"; "" shows nothing new.
+      done: number of parts of the phase that are complete.
+      total: number of all parts; 0 if it is unknown.
+    """
+    if not name:
+      return
+    if done or total:
+      name += f" {done} of {total}" if total else f" {done}"
     if isinstance(self._bar, _Lines):
-      self._bar.say(text)
+      self._bar.phase(f"{name} ...", is_new=not done)
+    elif self._bar is not None:
+      self._bar.set_description(f"{self._description}, {name}")
 
   def update(
     self,
@@ -85,6 +99,7 @@ class ProgressBar:
       further = [f"{name}={value:.4g}" for name, value in (details or {}).items()]
       self._bar.update(n, ", ".join(filter(None, [text, *further])))
     else:
+      self._bar.set_description(self._description, refresh=False)
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(n)
 
@@ -115,8 +130,11 @@ class ProgressBar:
   def close(self) -> None:
     """Ends the bar at its current step."""
     bar, self._bar = self._bar, None
-    if bar is not None:
-      bar.close()
+    if bar is None:
+      return
+    if not isinstance(bar, _Lines):
+      bar.set_description(self._description, refresh=False)
+    bar.close()
 
 
 class _Lines:
@@ -128,9 +146,18 @@ class _Lines:
     self._done, self._total, self._description = initial, total, description
     self._first, self._begin = initial, time.monotonic()
     self._written_at = -1.0  # time of the last line; negative before the first
+    self._phase_at = self._begin  # time of the last line of a phase or a step
     self._newest: tuple[int, str] | None = None  # a step without a line so far
 
-  def say(self, text: str) -> None:
+  def phase(self, text: str, *, is_new: bool) -> None:
+    now = time.monotonic()
+    # After the first step only a phase that lasts is worth a line.
+    is_due = self._written_at < 0 if is_new else now - self._phase_at >= self.SECONDS
+    if is_due:
+      self._phase_at = now
+      self._say(text)
+
+  def _say(self, text: str) -> None:
     if jax.process_index() == 0:
       print(f"{self._description}: {text}", file=sys.stderr, flush=True)
 
@@ -155,7 +182,8 @@ class _Lines:
     if not is_end and self._total is not None and since and done < self._total:
       seconds = (self._total - done) * (now - self._begin) / since
       parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
-    self.say(", ".join(filter(None, parts)))
+    self._phase_at = now
+    self._say(", ".join(filter(None, parts)))
 
   def close(self) -> None:
     self._write(time.monotonic(), is_end=True)

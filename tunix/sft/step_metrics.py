@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _OF_TOKENS = "in supervised fine-tuning on tokens"
 METRICS = (
-  Metric("loss", "of the loss", "value that the job minimises", known_as=SAME),
+  Metric("loss", "of the loss", "value that the job minimizes", known_as=SAME),
   Metric("perplexity", "1", "exp(loss)", "train, eval", _OF_TOKENS, SAME),
   Metric("grad_norm", "1", "norm of the gradient, before clipping", "train", "", SAME),
   Metric(
@@ -149,7 +150,8 @@ class StepReporter:
     if self._profiler is None:
       config = self._config
       self._profiler = Profiler(done, config.max_steps, config.profiler_options)
-    self._show(done)
+    self.phase("" if self._is_compiled else "compiling", done)
+    self._is_compiled = True
     if self._clock is None:
       self._clock = time.perf_counter()
     with self._tracer.span_group("device_wait"):
@@ -158,15 +160,19 @@ class StepReporter:
     with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
       yield
 
-  def _show(self, done: int) -> None:
+  def phase(self, name: str, step: int, done: int = 0, total: int = 0) -> None:
+    """Shows a phase after `step` steps on the bar; see `ProgressBar.phase`."""
     config = self._config
-    if self._bar is None and config.pbar_description is not None:
-      self._bar = ProgressBar(
-        self.logger, done, config.max_steps, config.pbar_description
-      )
-      if not self._is_compiled:
-        self._bar.say("compiling ...")
-    self._is_compiled = True
+    if (title := config.pbar_description) is not None:
+      self._bar = self._bar or ProgressBar(self.logger, step, config.max_steps, title)
+      self._bar.phase(name, done, total)
+
+  def counted(self, batches: Iterable[Any], step: int) -> Iterator[Any]:
+    """Yields the batches of an evaluation, and shows their number on the bar."""
+    total = operator.length_hint(batches)
+    for number, batch in enumerate(batches):
+      self.phase("evaluating", step, number, total)
+      yield batch
 
   def put(
     self, step: int, metrics: StepMetrics, aux: Mapping[str, Any], tokens: int
@@ -389,7 +395,7 @@ def matmul_params(
 def _numbers(name: str, x: Any) -> int:
   """Returns the number of weights that an array stores.
 
-  A quantised kernel is stored as codes and scales; only the codes count. 4-bit codes
+  A quantized kernel is stored as codes and scales; only the codes count. 4-bit codes
   are two in a byte (dtype uint8), 8-bit codes have the dtype int8.
   """
   if name.endswith("kernel.scales"):

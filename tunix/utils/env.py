@@ -1,4 +1,4 @@
-"""Environment variables that change the behaviour of tunix."""
+"""Environment variables that change the behavior of tunix."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 def unfinished(name: str) -> str:
   """Returns the temporary name of a file that will be called `name`.
 
-  `sweep` recognises the writing process by it. The name stays below the 255 bytes that
+  `sweep` recognizes the writing process by it. The name stays below the 255 bytes that
   file systems allow.
   """
   return f".{name[:160]}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.partial"

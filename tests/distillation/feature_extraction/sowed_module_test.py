@@ -76,7 +76,7 @@ def test_a_module_called_twice_keeps_both():
   ("remat", "scanned"), [("none", True), ("block", True), ("none", False)]
 )
 def test_our_decoder_is_captured_as_it_is(remat, scanned):
-  """Stacked, scanned, rematerialised: the model is not touched, and its output is the
+  """Stacked, scanned, rematerialized: the model is not touched, and its output is the
   last layer's."""
   model = toys.model(remat=remat, scan_layers=scanned)
   before = nnx.graphdef(model)

@@ -80,7 +80,7 @@ def check_rows(base, bank, logits, atol=1e-5):
 
 def quantised():
   config = quantisation.QuantisationConfig(method="int8")
-  return quantisation.quantise(toys.model(), config)
+  return quantisation.quantize(toys.model(), config)
 
 
 BASES = {

@@ -246,7 +246,7 @@ def test_goldens_of_transformers(name, draft_tokens):
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_quantised_models(method):
-  small = quantisation.quantise(toys.model(vocab_size=VOCAB, embed_dim=64), method)
+  small = quantisation.quantize(toys.model(vocab_size=VOCAB, embed_dim=64), method)
   prompts = [np.arange(3, 20), np.arange(50, 55)]
   wanted = Sampler(small, TOKENIZER)(prompts, 16, eos_tokens=[])
   engine = Engine(small, TOKENIZER, EngineConfig(**SIZES))

@@ -22,7 +22,7 @@ def test_same_size_keeps_every_level():
 
 def test_doubling_a_row_by_hand():
   picture = np.array([[[0] * 3, [100] * 3]], np.uint8)
-  # New centres at 0.25, 0.75, 1.25, 1.75 of old pixels centred at 0.5 and 1.5; beyond
+  # New centres at 0.25, 0.75, 1.25, 1.75 of old pixels centered at 0.5 and 1.5; beyond
   # the border the only pixel in reach counts alone.
   want = [0, 25, 75, 100]
   assert images.resize(picture, 1, 4)[0, :, 0].tolist() == want
@@ -31,7 +31,7 @@ def test_doubling_a_row_by_hand():
 
 def test_halving_a_row_by_hand():
   picture = np.repeat(np.array([[0, 80, 160, 240]], np.uint8)[..., None], 3, -1)
-  # Triangles two old pixels wide to each side, centred at 1 and 3:
+  # Triangles two old pixels wide to each side, centered at 1 and 3:
   # distances 0.5, 0.5, 1.5 -> weights 3, 3, 1 sevenths
   want = [(3 * 0 + 3 * 80 + 160) / 7, (80 + 3 * 160 + 3 * 240) / 7]
   assert images.resize(picture, 1, 2)[0, :, 0].tolist() == [round(x) for x in want]

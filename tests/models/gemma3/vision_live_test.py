@@ -126,7 +126,7 @@ def test_preprocessing(shape):
   picture = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
   want = processor([picture], return_tensors="np", input_data_format="channels_last")
   want = want["pixel_values"].transpose(0, 2, 3, 1)
-  # One grey level is 1 / 127.5; Pillow before 13 may take the axes the other way.
+  # One gray level is 1 / 127.5; Pillow before 13 may take the axes the other way.
   apart = np.abs(images.preprocess([picture], 56) - want)
   assert apart.max() < 1.01 / 127.5
   if int(pytest.importorskip("PIL").__version__.split(".")[0]) >= 13:

@@ -109,7 +109,7 @@ def test_the_engine_decodes_with_tiles_on_one_cpu(mesh_fsdp8):
 def test_quantised_kernels_and_products_of_qwix_stay():
   model = AutoModel.from_config(toys.config(tie_embeddings=True), seed=0)
   config = QuantisationConfig(method="int8")
-  quantised = quantisation.quantise(
+  quantised = quantisation.quantize(
     AutoModel.from_config(toys.config(tie_embeddings=True), seed=0), config
   )
   assert TiledKernel not in {kind for _, kind in kinds(quantised)}

@@ -210,7 +210,7 @@ def test_text_and_chats_train():
   ask = [{"role": "user", "content": "hello"}]
   batch = {"prompt": [ask, "hi"], "chosen": ["yes", " a"], "rejected": ["no", " b"]}
   before = trainers.leaves(model, nnx.LoRAParam)
-  assert float(t.train_step(batch)) > 0  # cut in two after tokenising
+  assert float(t.train_step(batch)) > 0  # cut in two after tokenizing
   assert not trainers.equal(before, trainers.leaves(model, nnx.LoRAParam))
 
 

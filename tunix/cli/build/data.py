@@ -79,7 +79,7 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
     text = str(error)
     text = text.replace(
       "give one with chat_template=...",
-      "give a file of one with tokenizer.chat_template",
+      "set tokenizer.chat_template to a file with a chat template",
     )
     if "unusable" not in keys:  # this job has no key for it
       text = text.replace(', or set unusable to "drop"', "")
@@ -136,7 +136,7 @@ def scan_records(
   records: dict[str, Records],
   kept: dict[str, dict[int, Any]] | None = None,
 ) -> dict[str, Any]:
-  """Checks the fields of every record, then renders and tokenises the records.
+  """Checks the fields of every record, then renders and tokenizes the records.
 
   Rendering stops after `data.scan_limit` records where the job has this key.
 

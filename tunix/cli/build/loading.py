@@ -157,7 +157,7 @@ class ModelLoader:
     if objects.is_name(source.path):
       held = objects.get(source.path)
       return held if lora.config_of(held) else self._adapted(held)
-    options |= {"revision": source.revision, "quantise": source.quantise}
+    options |= {"revision": source.revision, "quantize": source.quantize}
     return self._adapted(
       AutoModel.from_pretrained(source.path or "", self.mesh, **options)
     )
@@ -265,8 +265,8 @@ class ModelLoader:
     return options
 
   def _quantised(self, model: Transformer) -> Transformer:
-    method = self.config.model.quantise
-    return model if method is None else quantisation.quantise(model, method)
+    method = self.config.model.quantize
+    return model if method is None else quantisation.quantize(model, method)
 
   def _adapted(self, model: Transformer) -> Transformer:
     if self.config.lora is None:

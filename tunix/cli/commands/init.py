@@ -1,7 +1,7 @@
 """`tunix init`: a commented configuration to start from.
 
-The file has the keys that `tunix train --help` shows, which are the fields of the job's
-dataclasses. Only the values that most people set first are written here.
+The file has the keys that most people set first. With `--all` it has every key that
+`tunix train --help` shows, which are the fields of the job's dataclasses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import keys, rates, reference, yaml_text
+from tunix.cli.settings import from_trl, keys, rates, reference, yaml_text
 from tunix.utils import io
 
 # Keys that every job has and most people set first, with values to start from. A job
 # adds its own as `Job.first_values`.
-_FIRST = {
+_FIRST: Mapping[str, Any] = {
   "output_dir": "out",
   "model.path": "my-model",
   "data.train": "train.jsonl",
@@ -31,10 +31,16 @@ _FIRST = {
 _HEAD = """\
 # tunix train --config {file}
 #
-# Job {job}. A key with a comment sign has the value that is shown, its default; the
-# lines above a key explain it. Arguments override: --training.max_steps=500.
+# Job {job}. {keys}
+# Arguments override: --training.max_steps=500.
 # `tunix train --dry-run --config {file}` checks this file, the data and the model.
 """
+_ALL = """\
+A key with a comment sign has the value that is shown, its default; the
+# lines above a key explain it."""
+_FEW = """\
+These keys are set most often; the lines above a key explain it.
+# `tunix init {job} --all` and `tunix train --help --job={job}` show every key."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,10 +60,17 @@ def main(argv: Sequence[str]) -> None:
     raise ValueError(
       f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
-  values = _values(args.job, dict(arguments.overrides))
-  io.write_atomic(file, configuration(args.job, str(file), values).encode())
+  first, left = {**_FIRST, **JOBS[args.job].first_values}, {}
+  if args.from_trl is not None:
+    first, left = _of_trl(args.job, args.from_trl)
+  values = _values(args.job, first | dict(arguments.overrides))
+  text = configuration(args.job, str(file), values, has_all=args.all)
+  for name, advice in left.items():
+    print(f"{args.from_trl}: {name}: {advice}")
+  io.write_atomic(file, text.encode())
   next_step = f"`tunix train --dry-run --config {file}`"
-  if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
+  given = set(dict(arguments.overrides)) | set(first if args.from_trl else ())
+  if not {"model.path", "data.train"} <= given:
     next_step = f"set model.path and data.train, then {next_step}"
   print(f"wrote {file}: {next_step}")
 
@@ -71,13 +84,33 @@ def parser() -> Parser:
   )
   made.add_argument("job", choices=list(JOBS))
   made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  made.add_argument(
+    "--all", action="store_true", help="writes every key, the others as comments"
+  )
+  made.add_argument(
+    "--from-trl",
+    metavar="FILE",
+    help="translates a YAML file of `trl JOB --config`, and names what is left",
+  )
   return made
 
 
-def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-  """Returns the keys to set first with their values, checked as `tunix train` does."""
-  first = {"job": job, **_FIRST, **JOBS[job].first_values}
-  texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
+def _of_trl(job: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+  """Returns our keys for a file of TRL, and advice by option without a counterpart.
+
+  Raises:
+    FileNotFoundError, ValueError: the file is missing, or no YAML mapping.
+  """
+  known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
+  found = from_trl.translate(job, yaml_text.read_file(file), known)
+  return dict(found.values), dict(found.left)
+
+
+def _values(job: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns keys with their values, checked as `tunix train` does."""
+  texts = {"job": job} | {
+    key: x if isinstance(x, str) else yaml_text.inline(x) for key, x in given.items()
+  }
   load = lambda: config_lib.load([f"--{key}={text}" for key, text in texts.items()])
   config = load()
   if config.schedule.name is None and config.training.learning_rate is None:
@@ -101,26 +134,37 @@ def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   return values
 
 
-def configuration(job: str, file: str, values: Mapping[str, Any] | None = None) -> str:
+def configuration(
+  job: str,
+  file: str,
+  values: Mapping[str, Any] | None = None,
+  *,
+  has_all: bool = True,
+) -> str:
   """Returns the text of a configuration file.
 
   Args:
     job: name of the job.
     file: name of the file, for its first lines.
-    values: keys that are set, with their values; the others become comments. None: the
-      keys that most people set first.
+    values: keys that are set, with their values. None: the keys that most people set
+      first.
+    has_all: the other keys become comments; False leaves them out.
   """
-  values = _values(job, {}) if values is None else values
+  if values is None:
+    values = _values(job, {**_FIRST, **JOBS[job].first_values})
   active = {key.partition(".")[0] for key in values}
-  lines = [_HEAD.format(job=job, file=file).rstrip()]
+  keys_shown = _ALL if has_all else _FEW.format(job=job)
+  lines = [_HEAD.format(job=job, file=file, keys=keys_shown).rstrip()]
   for line in reference.listing(job):
     section, depth = line.path[0], len(line.path)
+    key = ".".join(line.path)
+    if not has_all and key not in (active if line.is_section else values):
+      continue
     # A section without any set key is a comment too: an empty one means nothing.
     mark = "" if section in active else "# "
     indent = mark + "  " * (depth - 1)
     lines += [""] * (depth == 1)
     lines += reference.wrap(line.meaning, f"{indent}# " if depth > 1 else "# ")
-    key = ".".join(line.path)
     if line.is_section:
       lines.append(f"{indent}{line.path[-1]}:")
     elif key in values:

@@ -99,9 +99,9 @@ def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
     # Trained weights may need float32, frozen ones do not.
     config = _with_model(config, param_dtype=config.model.dtype)
     yield "--lora.rank=16", config
-  if config.model.quantise is None:
-    config = _with_model(config, quantise="nf4")
-    yield "--model.quantise=nf4", config
+  if config.model.quantize is None:
+    config = _with_model(config, quantize="nf4")
+    yield "--model.quantize=nf4", config
 
 
 def _with_model(config: Any, **changes: Any) -> Any:

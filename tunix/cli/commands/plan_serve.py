@@ -181,7 +181,7 @@ def describe(config: RunSettings, model: nnx.Module) -> str:
   total = sum(x.size for x in jax.tree.leaves(training.parameters(model)))
   adapters = "" if config.lora is None else f", LoRA of rank {config.lora.rank}"
   stored = (
-    "" if config.model.quantise is None else f", stored as {config.model.quantise}"
+    "" if config.model.quantize is None else f", stored as {config.model.quantize}"
   )
   return f"{source}, {total / 1e9:,.2f} billion parameters{adapters}{stored}"
 

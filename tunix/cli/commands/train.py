@@ -158,6 +158,8 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     launch.shared_failure(),
     keys.naming(config),
   ):
+    if (path := config.model.path) is not None and not objects.is_name(path):
+      _say(f"loading the model {path} ...")
     model = ModelLoader(config, mesh).model()
     check_model(prepared, model)
     if jax.process_index() == 0:

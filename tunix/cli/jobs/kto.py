@@ -1,4 +1,4 @@
-"""The job kto: training on labelled completions."""
+"""The job kto: training on labeled completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KTOSettings(ResponseSettings):
   """Settings of the job kto.
 
   Attributes:
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     desirable_weight, undesirable_weight: weights of the two labels in the loss. The
       paper recommends desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3
       for n_D desirable and n_U undesirable completions.
@@ -114,7 +114,7 @@ def _build(run: Loaded) -> KTOTrainer:
 
 
 def _example(config: Any) -> dict[str, np.ndarray]:
-  """Returns a global batch of labelled completions of full length, for `tunix plan`."""
+  """Returns a global batch of labeled completions of full length, for `tunix plan`."""
   limits, rows = config.preference, config.training.global_batch_size
   lengths = {
     "prompt": limits.max_prompt_length,
@@ -131,7 +131,7 @@ def _example(config: Any) -> dict[str, np.ndarray]:
 
 
 KTO = Job(
-  summary="KTO, which trains on completions labelled good or bad",
+  summary="KTO, which trains on completions labeled good or bad",
   records=(LABELLED,),
   first_values=preference.FIRST_VALUES,
   settings=KTORun,

@@ -34,11 +34,11 @@ class ResponseSettings:
   in saved configurations.
 
   Attributes:
-    max_prompt_length: most tokens of a prompt; data.overlong says what happens to
-      longer ones. null: half of data.max_length, or what
+    max_prompt_length: maximum number of tokens of a prompt; data.overlong says what
+      happens to longer ones. null: half of data.max_length, or what
       preference.max_response_length leaves of it.
-    max_response_length: most tokens of a response, its end included. null: what
-      preference.max_prompt_length leaves of data.max_length.
+    max_response_length: maximum number of tokens of a response, its end included. null:
+      what preference.max_prompt_length leaves of data.max_length.
     unusable: what happens to records with an empty completion, or with two equal ones.
   """
 
@@ -75,7 +75,7 @@ class DPOSettings(ResponseSettings):
 
   Attributes:
     loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/trainers/dpo.md has them all.
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     label_smoothing: probability that a preference label is wrong, for losses that take
       it.
     options: further options of the loss, such as {"gamma": 1.0} of simpo; no key of
@@ -180,7 +180,7 @@ class PreferenceRun(StreamRun):
       object.__setattr__(self, name, dataclasses.replace(section, **values))
 
   def kind(self, *, training: bool) -> Kind:
-    """Returns pairs or labelled completions, for training and evaluation alike."""
+    """Returns pairs or labeled completions, for training and evaluation alike."""
     del training
     return self.records
 

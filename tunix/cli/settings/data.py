@@ -121,8 +121,8 @@ class CompletionSettings(StreamSettings):
   """Prompts with completions, which are padded apart.
 
   Attributes:
-    max_length: most tokens of a row, which is a prompt with one response. Half of the
-      row is for the prompt; preference.max_prompt_length or
+    max_length: maximum number of tokens of a row, which is a prompt with one response.
+      Half of the row is for the prompt; preference.max_prompt_length or
       preference.max_response_length divides it otherwise. null: the sum of these two
       keys, each of which is 512 unless it is set.
   """
@@ -139,9 +139,9 @@ class RowSettings(StreamSettings):
   """The records, and how they become rows.
 
   Attributes:
-    max_length: most tokens of a row: a prompt with its answer, or several of them with
-      data.packing. In the jobs on preferences half of the row is for the prompt, unless
-      preference.max_prompt_length is set.
+    max_length: maximum number of tokens of a row: a prompt with its answer, or several
+      of them with data.packing. In preference jobs half of the row is for the prompt,
+      unless preference.max_prompt_length is set.
     packing: puts several examples into a row; each attends only to itself.
     length_buckets: row lengths below data.max_length, ascending. A row has the shortest
       of these lengths that holds its record, all rows of a batch have one length, and

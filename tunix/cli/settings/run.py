@@ -44,7 +44,7 @@ class ModelSettings:
       every layer; null: chosen by the number of layers.
     attention: implementation of attention. splash needs a TPU, cudnn a GPU; an
       implementation that cannot compute the model's attention is an error. null: auto.
-    quantise: stores the frozen weights below adapters in 4 or 8 bits (QLoRA).
+    quantize: stores the frozen weights below adapters in 4 or 8 bits (QLoRA).
   """
 
   path: str | None = model_setting("model")
@@ -60,7 +60,7 @@ class ModelSettings:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = setting(
     None, may_change=True
   )
-  quantise: Literal["nf4", "int4", "int8", "mxfp4"] | None = None
+  quantize: Literal["nf4", "int4", "int8", "mxfp4"] | None = None
 
   def __post_init__(self):
     if self.path is not None and self.name is not None:
@@ -360,10 +360,10 @@ class RunSettings(abc.ABC):
 
   def __post_init__(self):
     checks.fields(self, seed=checks.SEED)
-    if self.model.quantise is not None and self.lora is None:
+    if self.model.quantize is not None and self.lora is None:
       raise ValueError(
-        f"model.quantise is {self.model.quantise!r} and lora.rank is not set; "
-        "quantised weights are not trained. Set lora.rank (8, for example)"
+        f"model.quantize is {self.model.quantize!r} and lora.rank is not set; "
+        "quantized weights are not trained. Set lora.rank (8, for example)"
       )
     if self.compilation_cache_key is not None and self.compilation_cache is None:
       raise ValueError(

@@ -13,6 +13,7 @@ from tunix.cli.settings.convert import without_text
 ALIASES = {
   "checkpoint.every_n_steps": "checkpoint.save_every_n_steps",
   "dataset_name": "data.train",
+  "model.quantise": "model.quantize",
 }
 
 # Old spelling -> new spelling.
@@ -73,7 +74,7 @@ _FOREIGN = {
   "model.remat": (
     "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
   ),
-  "model.quantise": "load_in_4bit load_in_8bit",
+  "model.quantize": "load_in_4bit load_in_8bit",
   "checkpoint.save_every_n_steps": (
     "save_steps save_freq save_every save_interval checkpoint_every checkpoint_steps "
     "checkpoint_interval"

@@ -54,7 +54,7 @@ def wrap_model_with_sowed_modules(
 
   Raises:
     ValueError: the model itself has one of the types, has no module of them, or its
-      layers are stacked or rematerialised, so that outputs cannot be stored.
+      layers are stacked or rematerialized, so that outputs cannot be stored.
   """
   types = tuple(modules_to_capture)
   names = ", ".join(kind.__name__ for kind in types)
@@ -118,7 +118,7 @@ def capture(
   """Returns `forward(model)` and the outputs of all layers of a type, [B, L, ...].
 
   Our decoder has stacked layers. It runs as a copy with one module per layer, unrolled
-  and without rematerialisation. Call it inside `jax.jit`, where the copy needs no
+  and without rematerialization. Call it inside `jax.jit`, where the copy needs no
   memory for weights. The outputs stay in memory for the backward pass.
 
   Raises:
@@ -151,7 +151,7 @@ def _check_runs_alone(model: Any) -> None:
     return
   stacked = model.is_stacked
   if stacked or model.config.remat != "none":
-    why = "stacked, one module for all" if stacked else "rematerialised as copies"
+    why = "stacked, one module for all" if stacked else "rematerialized as copies"
     raise ValueError(
       f"the layers of this {type(model).__name__} are {why}, so a wrapped layer cannot "
       "store its outputs: use sowed_module.capture (as the feature and attention "

@@ -31,7 +31,7 @@ FeatureLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class FeatureStrategy(BaseStrategy):
-  """Minimises alpha * distance of features + (1 - alpha) * cross-entropy.
+  """Minimizes alpha * distance of features + (1 - alpha) * cross-entropy.
 
   The outputs of all layers of one type are stacked to features [B, L, ...]. The
   distance is averaged over the layers, and over the positions with the labels' weights,
@@ -105,7 +105,7 @@ class FeatureStrategy(BaseStrategy):
   def compute_loss(
     self, student_output: dict[str, Any], teacher_output: Any, labels: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the mean over labelled positions, and its two parts as metrics."""
+    """Returns the mean over labeled positions, and its two parts as metrics."""
     nll, weights = outputs.task_loss(student_output["logits"], labels)
     hard = weighted_sum(nll, weights).mean()
     pair = self.match(student_output["features"], teacher_output)
@@ -122,7 +122,7 @@ class FeatureStrategy(BaseStrategy):
     return weighted_sum(nll, weights).mean(), {}
 
   def loss_weight(self, labels: Any) -> jax.Array:
-    """Returns the number of labelled positions."""
+    """Returns the number of labeled positions."""
     return jnp.sum(outputs.label_weights(labels))
 
   def _forward(self, forward_fn: Forward | None, model: Any, inputs: Inputs) -> Any:
@@ -134,7 +134,7 @@ class FeatureStrategy(BaseStrategy):
 
 
 class FeaturePoolingStrategy(FeatureStrategy):
-  """Averages the teacher's features over neighbours, to the student's shape.
+  """Averages the teacher's features over neighbors, to the student's shape.
 
   Args:
     student_forward_fn, teacher_forward_fn, labels_fn, feature_layer, alpha: see

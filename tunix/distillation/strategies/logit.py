@@ -64,9 +64,9 @@ METRICS = (
 
 
 class LogitStrategy(BaseStrategy):
-  """Minimises alpha T^2 D(teacher, student) + (1 - alpha) cross-entropy.
+  """Minimizes alpha T^2 D(teacher, student) + (1 - alpha) cross-entropy.
 
-  Both terms are means over the labelled tokens. T^2 keeps the gradients of D at the
+  Both terms are means over the labeled tokens. T^2 keeps the gradients of D at the
   same size for every temperature (arXiv:1503.02531).
 
   Args:
@@ -181,7 +181,7 @@ class LogitStrategy(BaseStrategy):
   def compute_loss(
     self, student_output: Any, teacher_output: Any, labels: Any
   ) -> tuple[jax.Array, Metrics]:
-    """Returns the mean over labelled tokens, and metrics in nats.
+    """Returns the mean over labeled tokens, and metrics in nats.
 
     Args:
       student_output: logits [B, T, V], or `Unembedded`.
@@ -213,7 +213,7 @@ class LogitStrategy(BaseStrategy):
     return weighted_sum(nll, weights).mean(), {}
 
   def loss_weight(self, labels: Any) -> jax.Array:
-    """Returns the number of labelled tokens."""
+    """Returns the number of labeled tokens."""
     return jnp.sum(outputs.label_weights(labels))
 
   @property

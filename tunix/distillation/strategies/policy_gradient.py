@@ -28,7 +28,7 @@ METRICS = (
 
 
 class PolicyGradientStrategy(BaseStrategy):
-  """Minimises -A_t log q(y_t) at each token, with A_t = log p(y_t) - log q(y_t).
+  """Minimizes -A_t log q(y_t) at each token, with A_t = log p(y_t) - log q(y_t).
 
   A_t is a constant without gradient. If the student q sampled the tokens, the expected
   gradient is that of the reverse KL at every prefix, KL(q || p), without the effect of
@@ -66,7 +66,7 @@ class PolicyGradientStrategy(BaseStrategy):
   def compute_loss(
     self, student_output: Any, teacher_output: Any, labels: Labels
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the mean over labelled tokens, and the metric `distill/reverse_kl`.
+    """Returns the mean over labeled tokens, and the metric `distill/reverse_kl`.
 
     Only the gradient of the loss has a meaning, not its value. The metric is the mean
     of log q - log p, in nats.
@@ -85,7 +85,7 @@ class PolicyGradientStrategy(BaseStrategy):
     return weighted_sum(gaps, labels.weights).mean(), {}
 
   def loss_weight(self, labels: Labels) -> jax.Array:
-    """Returns the number of labelled tokens."""
+    """Returns the number of labeled tokens."""
     return jnp.sum(labels.weights)
 
   def _logps(self, model: Any, inputs: Inputs) -> jax.Array:

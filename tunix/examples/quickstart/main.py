@@ -1,8 +1,8 @@
 """`tunix quickstart`: fine-tuning, GRPO and a report on this machine, no download.
 
-A fresh small model is fine-tuned on sums until about half of its answers are right,
-then GRPO reinforces right answers. Each step is a command of `tunix` that is printed
-and run.
+A fresh small model is fine-tuned on sums until two thirds or more of its answers are
+right, then GRPO reinforces right answers. Each step is a command of `tunix` that is
+printed and run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
   try:
     run(folder.absolute(), args)
   except KeyboardInterrupt as stop:
-    # The steps take about a minute each, so a stopped quickstart is not resumed.
+    # The steps take a minute or two each, so a stopped quickstart is not resumed.
     print(
       f"tunix: quickstart stopped; its files are in {folder}. Start again with "
       "--overwrite",

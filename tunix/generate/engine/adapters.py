@@ -121,7 +121,7 @@ class AdapterBank:
   Args:
     model: the model that runs, after `decode.opened`, because the factors follow the
       shardings of its kernels. Its arrays are not kept. It may have adapters or
-      quantised kernels of its own; they stay part of the base. A model of shapes gives
+      quantized kernels of its own; they stay part of the base. A model of shapes gives
       a `state` of shapes.
     ranks: R, the largest sum of the ranks of all loaded adapters; 0 for none.
     dtype: dtype of the factors; None for the model's compute dtype.
@@ -268,7 +268,7 @@ class AdapterBank:
       )
 
   def _free(self, name: str, rank: int) -> np.ndarray:
-    """Returns free columns for an adapter; they need not be neighbours."""
+    """Returns free columns for an adapter; they need not be neighbors."""
     free = np.flatnonzero(self._owner == _FREE)
     if free.size >= rank:
       return free[:rank]

@@ -23,7 +23,7 @@ def preprocess(
   """Resizes and scales pictures.
 
   The resize is Pillow's, written in NumPy, so that the result does not depend on
-  installed packages. Every grey level equalled that of `Gemma3ImageProcessorPil` of
+  installed packages. Every gray level equalled that of `Gemma3ImageProcessorPil` of
   transformers 5.23 with Pillow 13, on noise of ten shapes from 9x7 to 1900x1200. Older
   Pillows always resize the width first: for pictures that shrink more in height, a
   quarter of the values differ by one level of 255. torchvision's resize was not
@@ -48,7 +48,7 @@ def preprocess(
 
 
 def _as_array(image: Any, number: int) -> np.ndarray:
-  if hasattr(image, "convert"):  # a Pillow image, recognised without importing Pillow
+  if hasattr(image, "convert"):  # a Pillow image, recognized without importing Pillow
     image = image.convert("RGB")
   array = np.asarray(image)
   if array.ndim != 3 or array.shape[-1] != 3 or 0 in array.shape:
@@ -67,7 +67,7 @@ def _as_array(image: Any, number: int) -> np.ndarray:
 def resize(
   image: UInt8[np.ndarray, "Y X C"], height: int, width: int
 ) -> UInt8[np.ndarray, "y x C"]:
-  """Resizes bilinearly with antialiasing, and rounds to grey levels after each axis.
+  """Resizes bilinearly with antialiasing, and rounds to gray levels after each axis.
 
   The order of the axes changes the last bit. As in Pillow 13 the width is resized
   first, unless the height shrinks, and by more than the width.
@@ -106,5 +106,5 @@ def _filter(size: int, new_size: int) -> Float[np.ndarray, "o i"]:
   weights = np.maximum(0.0, 1.0 - distance / reach)
   weights = weights / weights.sum(axis=1, keepdims=True)
   # Pillow's weights have 22 fractional bits. float64 sums them exactly, so that sums
-  # half way between two grey levels round as in Pillow.
+  # half way between two gray levels round as in Pillow.
   return np.floor(weights * _ONE + 0.5) / _ONE

@@ -337,7 +337,7 @@ class Projector(nnx.Module):
     self.mm_input_projection = make.linear(c.embed_dim, text_dim, "in_out")
 
   def __call__(self, patches: Float[Array, "n P Dv"]) -> Float[Array, "n S D"]:
-    """Averages squares of patches, normalises the averages and projects them.
+    """Averages squares of patches, normalizes the averages and projects them.
 
     Do not multiply the result by sqrt(D); only embeddings of text are scaled.
     """

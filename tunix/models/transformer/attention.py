@@ -95,7 +95,7 @@ class Attention(nnx.Module):
     Keys and values are [B, T, K, H], or the cache's new buffers.
 
     Args:
-      x: normalised input of the layer.
+      x: normalized input of the layer.
       angles: rotary angles of the positions.
       visible: the keys that each query attends to, before the layer's window, which is
         counted in slots. Without a cache `query_index` must count from 0.
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
   def _project(self, x):
     """Returns queries, gates, keys and values by heads.
 
-    Queries and keys are normalised. The gates are None if the heads have none. Keys and
+    Queries and keys are normalized. The gates are None if the heads have none. Keys and
     values are None in a layer that reads those of another one.
     """
     heads = (*x.shape[:2], -1, self.head_dim)

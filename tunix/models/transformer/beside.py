@@ -16,7 +16,7 @@ class ExpertsBeside(nnx.Module):
   """norm1(y) + norm2(experts(x)), with the output y of the MLP and the stream x.
 
   Attributes:
-    moe: the experts, which normalise their own input.
+    moe: the experts, which normalize their own input.
     mlp_norm, out_norm: the two RMS norms.
   """
 

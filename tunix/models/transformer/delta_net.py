@@ -1,7 +1,7 @@
 """The mixer of gated delta nets (Yang et al. 2024, arXiv:2412.06464), as in Qwen3.5.
 
-A short convolution mixes queries, keys and values. Queries and keys are normalised to
-length 1. The heads' outputs are normalised and multiplied by a gate. The recurrence is
+A short convolution mixes queries, keys and values. Queries and keys are normalized to
+length 1. The heads' outputs are normalized and multiplied by a gate. The recurrence is
 in ops/delta_rule.py.
 """
 

@@ -177,7 +177,7 @@ class Linear(nnx.Module):
     )
 
   def dense(self) -> jax.Array:
-    """Returns the kernel as an array, dequantised if it is quantised."""
+    """Returns the kernel as an array, dequantized if it is quantised."""
     return self.kernel[...]
 
 

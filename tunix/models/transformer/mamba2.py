@@ -70,7 +70,7 @@ class Mamba2(RecurrentMixer):
     return self._grouped_norm(y * jax.nn.silu(gate.astype(jnp.float32)))
 
   def _grouped_norm(self, y: jax.Array) -> jax.Array:
-    """Normalises each group of outputs; the scale has one entry for each output."""
+    """Normalizes each group of outputs; the scale has one entry for each output."""
     groups = y.reshape(*y.shape[:-1], self.sizes.groups, -1)
     mean = jnp.mean(groups * groups, axis=-1, keepdims=True)
     y = (groups * jax.lax.rsqrt(mean + self.norm.eps)).reshape(y.shape)

@@ -116,7 +116,7 @@ class Transformer(DecoderLayers):
         loss never holds [B, T, V].
 
     Returns:
-      The logits in float32, or the final normalised hidden states; and the new cache,
+      The logits in float32, or the final normalized hidden states; and the new cache,
       or None.
 
     Raises:

@@ -64,7 +64,7 @@ class MoE(nnx.Module):
     correction: [E], added to the scores that choose experts, or None. It has no
       gradient.
     in_norm, router_scale, expert_scale: RMS norm of the experts' input, factors [D] of
-      the router's normalised input, and factors [E] of the experts' weights, see
+      the router's normalized input, and factors [E] of the experts' weights, see
       `MoEConfig.beside_mlp`; or None.
     shared: an MLP that every token uses besides its experts, or None.
     shared_gate: linear map [D, 1] whose sigmoid multiplies the output of `shared`, or
@@ -192,7 +192,7 @@ class MoE(nnx.Module):
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
       if c.routing == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
-      elif c.normalise:  # Qwen 3 renormalises the k weights to the sum 1
+      elif c.normalise:  # Qwen 3 renormalizes the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
       if self.expert_scale is not None:
         weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]

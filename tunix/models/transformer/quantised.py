@@ -50,7 +50,7 @@ _BLOCKS = {"nf4": 64, "int4": 64, "int8": None, "mxfp4": 32}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisationConfig:
-  """The storage of quantised kernels.
+  """The storage of quantized kernels.
 
   Attributes:
     method: "nf4", "int4", "int8" or "mxfp4".
@@ -67,7 +67,7 @@ class QuantisationConfig:
   def __post_init__(self):
     if self.method not in METHODS:
       raise ValueError(
-        f"quantisation method {self.method!r} is unknown: use one of "
+        f"quantization method {self.method!r} is unknown: use one of "
         f"{', '.join(METHODS)}"
       )
     checks.fields(self, block=checks.Range(2))
@@ -95,7 +95,7 @@ class QuantisationConfig:
 def encode(
   kernel: jax.Array, method: str, block: int, scale_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """Quantises a kernel and returns its codes and scales.
+  """Quantizes a kernel and returns its codes and scales.
 
   Args:
     kernel: the kernel [..., in, out].
@@ -135,7 +135,7 @@ def encode(
 
 
 def _encode_mxfp4(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Quantises blocks [..., n, block, out], as the Microscaling formats define it.
+  """Quantizes blocks [..., n, block, out], as the Microscaling formats define it.
 
   The scale is the largest power of two at most the largest absolute number, divided by
   4, which is the largest power of two of E2M1. Numbers that were decoded from mxfp4 are
@@ -178,7 +178,7 @@ def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.
 def _pack(codes: jax.Array) -> jax.Array:
   """Packs inputs 2 i and 2 i + 1 into byte i, the first in the low 4 bits.
 
-  Neighbouring inputs share a byte, so a contiguous shard of the inputs is a contiguous
+  Neighboring inputs share a byte, so a contiguous shard of the inputs is a contiguous
   shard of the bytes.
   """
   return codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)
@@ -191,12 +191,12 @@ def _unpack(codes: jax.Array) -> jax.Array:
 
 
 class QuantisedKernel(nnx.Module):
-  """The kernel of a quantised `Linear`, which is never trained.
+  """The kernel of a quantized `Linear`, which is never trained.
 
   Attributes:
     codes, scales: see `encode`.
     method: a name in METHODS.
-    dtype: dtype of the original kernel, and of the dequantised one.
+    dtype: dtype of the original kernel, and of the dequantized one.
   """
 
   def __init__(
@@ -209,7 +209,7 @@ class QuantisedKernel(nnx.Module):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the dequantised kernel, [*stack, in, out]."""
+    """Shape of the dequantized kernel, [*stack, in, out]."""
     *lead, rows, columns = self.codes.shape
     return (*lead, rows if self.method == "int8" else 2 * rows, columns)
 
@@ -218,7 +218,7 @@ class QuantisedKernel(nnx.Module):
     return self.codes.get_metadata() if name is None else self.codes.get_metadata(name)
 
   def __getitem__(self, _: Any) -> jax.Array:
-    """Returns the whole kernel, dequantised; the index is ignored."""
+    """Returns the whole kernel, dequantized; the index is ignored."""
     return decode(self.codes[...], self.scales[...], self.method, self.dtype)
 
   def product(
@@ -226,7 +226,7 @@ class QuantisedKernel(nnx.Module):
   ) -> jax.Array:
     """Returns product(x, kernel).
 
-    The backward pass dequantises again. Kernels kept from the forward pass would take
+    The backward pass dequantizes again. Kernels kept from the forward pass would take
     the memory of all layers at full size.
     """
     method = self.method

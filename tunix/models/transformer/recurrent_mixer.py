@@ -1,8 +1,8 @@
 """Parts of all recurrent mixers: projections, a short convolution, states of heads.
 
 A mixer projects its input into channels, gates and rates. A short convolution mixes the
-channels of neighbouring tokens, a recurrence runs them head by head, and the gated and
-normalised outputs are projected back. mamba2.py and delta_net.py have the parts that
+channels of neighboring tokens, a recurrence runs them head by head, and the gated and
+normalized outputs are projected back. mamba2.py and delta_net.py have the parts that
 differ.
 """
 
@@ -65,7 +65,7 @@ class RecurrentMixer(nnx.Module):
 
   @abc.abstractmethod
   def gated(self, y: jax.Array, gate: jax.Array) -> Float[Array, "B T I"]:
-    """Returns the normalised and gated outputs of the heads."""
+    """Returns the normalized and gated outputs of the heads."""
 
   def __call__(
     self,

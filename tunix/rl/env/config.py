@@ -21,17 +21,17 @@ class EpisodeConfig:
   """The limits of an episode, and how episodes run together.
 
   Attributes:
-    max_turns: most actions of an episode.
-    max_tokens: most tokens of a row after its first prompt, actions and observations
-      together: the width of the arrays that are trained.
-    max_observation_tokens: most tokens of an observation; a longer one ends the
-      episode. null: no limit besides `max_tokens`.
-    max_seconds: most seconds of an episode. It is checked between the calls of an
-      environment, so that an episode may last `timeout_s` longer. The bytes of a run
-      then depend on the speed of the machine. null: no limit.
-    max_rows: most rows of an episode (see tunix/rl/env/episode.py). Each batch has as
-      many rows for every episode as the one with the most. An episode with more of them
-      fails.
+    max_turns: maximum number of actions of an episode.
+    max_tokens: maximum number of tokens of a row after its first prompt, actions and
+      observations together: the width of the arrays that are trained.
+    max_observation_tokens: maximum number of tokens of an observation; a longer one
+      ends the episode. null: no limit besides `max_tokens`.
+    max_seconds: maximum number of seconds of an episode. It is checked between the
+      calls of an environment, so that an episode may last `timeout_s` longer. The bytes
+      of a run then depend on the speed of the machine. null: no limit.
+    max_rows: maximum number of rows of an episode (see tunix/rl/env/episode.py). Each
+      batch has as many rows for every episode as the one with the most. An episode with
+      more of them fails.
     history: "split": the policy reads the conversation as the chat template prints it,
       and a new row begins where the template rewrote an earlier answer. "keep": earlier
       answers stay as they were drawn.
@@ -46,7 +46,8 @@ class EpisodeConfig:
       one environment at a time.
     memory_bytes: address space in bytes that such a process may use in addition to what
       it uses after loading `env`. null: no limit.
-    timeout_s: most seconds of one call of an environment. The episode fails after it.
+    timeout_s: maximum number of seconds of one call of an environment. The episode
+      fails after it.
     workers: calls of environments that run at the same time.
   """
 

@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation: GRPO, Dr.GRPO, DAPO, RLOO."""
+"""Group-relative policy optimization: GRPO, Dr.GRPO, DAPO, RLOO."""

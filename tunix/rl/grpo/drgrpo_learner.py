@@ -10,7 +10,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(GRPOConfig):
-  """GRPOConfig with centred rewards; losses are divided by the token limit."""
+  """GRPOConfig with centered rewards; losses are divided by the token limit."""
 
   beta: float = 0.0
   advantage_estimator: str = "group_centered"

@@ -50,7 +50,7 @@ class GRPOConfig(AlgorithmConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GSPOConfig(GRPOConfig):
   """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole completion,
-  normalised by its length, with the clips of the paper."""
+  normalized by its length, with the clips of the paper."""
 
   beta: float = 0.0
   loss_algo: str = "gspo"

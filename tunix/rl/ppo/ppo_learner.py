@@ -23,7 +23,7 @@ from tunix.utils import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOConfig(AlgorithmConfig):
-  """AlgorithmConfig with generalised advantage estimation.
+  """AlgorithmConfig with generalized advantage estimation.
 
   Attributes:
     gamma: discount factor per token.

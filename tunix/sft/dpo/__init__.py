@@ -1,1 +1,1 @@
-"""Preference training: pairs, single labelled answers, reward models."""
+"""Preference training: pairs, single labeled answers, reward models."""

@@ -102,7 +102,7 @@ def weigh(
 def completion_rows(
   rows: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns one row for each completion; the completions of a prompt are neighbours.
+  """Returns one row for each completion; the completions of a prompt are neighbors.
 
   Args:
     rows: ids and masks of B prompts and of each completion.

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 class DPOTrainer(PeftTrainer):
   """Trains a language model on pairs of a chosen and a rejected completion.
 
-  The default loss is direct preference optimisation (Rafailov et al. 2023,
+  The default loss is direct preference optimization (Rafailov et al. 2023,
   arXiv:2305.18290); `training_config.loss` chooses another one. Batches are
   `DataInput`s (text), `TrainingInput`s (token ids), or dicts with the fields of one of
   them. Both completions of a pair run in one forward pass, and logits are computed for

@@ -1,4 +1,4 @@
-"""KTOTrainer: trains on single completions that are labelled desirable or not.
+"""KTOTrainer: trains on single completions that are labeled desirable or not.
 
 The settings and the batches of KTO are here too, beside the trainer that reads them.
 """
@@ -38,7 +38,7 @@ __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KTODataInput:
-  """A batch of B labelled completions as text.
+  """A batch of B labeled completions as text.
 
   Attributes:
     prompts, completions: as `DataInput.prompts` and its responses.
@@ -53,7 +53,7 @@ class KTODataInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KTOTrainingInput:
-  """A batch of B labelled completions as token ids, or one without the first axis.
+  """A batch of B labeled completions as token ids, or one without the first axis.
 
   Attributes:
     prompt_ids, prompt_mask: [B, P], padded on the left.
@@ -75,7 +75,7 @@ class KTOConfig(CompletionsConfig):
   """Settings of KTOTrainer.
 
   Attributes:
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     desirable_weight, undesirable_weight: weights of the two labels in the loss. With
       n_D desirable and n_U undesirable completions, the paper recommends a ratio
       desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3.
@@ -102,7 +102,7 @@ class KTOConfig(CompletionsConfig):
 
 
 class KTOTrainer(PeftTrainer):
-  """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306).
+  """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306).
 
   Batches are `KTODataInput`s (text), `KTOTrainingInput`s (token ids), or dicts with the
   fields of one of them. A completion needs no partner. The distance z0 between policy

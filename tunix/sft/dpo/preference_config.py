@@ -21,11 +21,11 @@ class CompletionsConfig(TrainingConfig):
   """Settings that all trainers on prompts with completions share.
 
   Attributes:
-    max_prompt_length: most tokens of a prompt. A longer prompt keeps its end, and BOS
-      in front of it if the prompt began with BOS. Required for batches of text; batches
-      of token ids are not cut.
-    max_response_length: most tokens of a completion. A longer completion loses its end,
-      and with it the EOS token.
+    max_prompt_length: maximum number of tokens of a prompt. A longer prompt keeps its
+      end, and BOS in front of it if the prompt began with BOS. Required for batches of
+      text; batches of token ids are not cut.
+    max_response_length: maximum number of tokens of a completion. A longer completion
+      loses its end, and with it the EOS token.
     bad_rows: treatment of a row with an empty completion, or with equal chosen and
       rejected completions. "error" raises a ValueError that names the row; "skip" gives
       the row weight 0 and logs a warning with the count.
@@ -78,7 +78,7 @@ class DPOTrainingConfig(CompletionsConfig):
       arXiv:2403.07691).
     loss: a name of `tunix.ops.preference.PAIR_LOSSES`, a PairLossSpec, or a function
       (PairScores, *, options) -> values [B].
-    beta: strength of the pull towards the reference.
+    beta: strength of the pull toward the reference.
     label_smoothing: probability that a preference label is wrong, for losses that
       take it.
     lambda_orpo: weight of the odds ratio in the loss "orpo"; other losses ignore it.

@@ -1,0 +1,210 @@
+"""Translates a configuration of TRL into keys of `tunix train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from tunix.cli.settings.spelling import ELSEWHERE
+
+# TRL's name -> our key, of the same meaning and unit.
+_SAME = {
+  "output_dir": "output_dir",
+  "seed": "seed",
+  "run_name": "logging.run_name",
+  "project": "logging.project_name",
+  "model_name_or_path": "model.path",
+  "lora_r": "lora.rank",
+  "lora_alpha": "lora.alpha",
+  "lora_dropout": "lora.dropout",
+  "lora_target_modules": "lora.targets",
+  "lora_modules_to_save": "lora.modules_to_save",
+  "use_rslora": "lora.use_rslora",
+  "use_dora": "lora.use_dora",
+  "learning_rate": "training.learning_rate",
+  "max_grad_norm": "training.max_grad_norm",
+  "eval_steps": "training.eval_every_n_steps",
+  "save_steps": "checkpoint.save_every_n_steps",
+  "save_total_limit": "checkpoint.max_to_keep",
+  "weight_decay": "optimizer.args.weight_decay",
+  "adam_beta1": "optimizer.args.b1",
+  "adam_beta2": "optimizer.args.b2",
+  "adam_epsilon": "optimizer.args.eps",
+  "max_length": "data.max_length",
+  "packing": "data.packing",
+  "label_smoothing": "preference.label_smoothing",
+  "num_generations": "algorithm.num_generations",
+  "num_iterations": "algorithm.num_iterations",
+  "epsilon": "algorithm.epsilon",
+  "epsilon_high": "algorithm.epsilon_high",
+  "delta": "algorithm.epsilon_c",
+  "mask_truncated_completions": "algorithm.mask_truncated",
+  "temperature": "rollout.temperature",
+  "top_p": "rollout.top_p",
+  "min_p": "rollout.min_p",
+  "max_completion_length": "rollout.max_tokens_to_generate",
+  "reward_weights": "reward.weights",
+}
+_ADVANTAGES = {
+  **dict.fromkeys(("group", True), "group_normalized"),
+  **dict.fromkeys(("none", False), "group_centered"),
+  "batch": "batch_scaled",
+}
+_REDUCTIONS = {
+  "dapo": "token-mean",
+  "grpo": "sequence-mean-token-mean",
+  "dr_grpo": "sequence-mean-token-scale",
+}
+# Names that need no key: the value has no effect, or is what tunix does anyway.
+_NOT_NEEDED = {"bf16", "fp16", "use_peft", "dataset_train_split", "assistant_only_loss"}
+# Values that ask for nothing, or for what tunix does anyway.
+_NOTHING = (False, 0, "no", "none", "main", "auto", "constant", -1, [])
+_BATCH = "per_device_train_batch_size", "gradient_accumulation_steps"
+# Defaults of TRL 1.16 that differ from ours.
+_DEFAULTS = {"num_train_epochs": 3, "weight_decay": 0.0, _BATCH[0]: 8, _BATCH[1]: 1}
+_LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+_DEFAULTS_OF = {
+  "sft": {"learning_rate": 2e-5},
+  "dpo": {"learning_rate": 1e-6},
+  "kto": {"learning_rate": 1e-6},
+  "reward": {"learning_rate": 1e-4},
+  "grpo": {
+    "learning_rate": 1e-6,
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+  },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation:
+  """The result of `translate`.
+
+  Attributes:
+    values: our keys with their values.
+    left: TRL's names without a counterpart, each with a sentence about it.
+  """
+
+  values: Mapping[str, Any]
+  left: Mapping[str, str]
+
+
+def translate(
+  job: str, options: Mapping[str, Any], known: Container[str]
+) -> Translation:
+  """Translates the options of a YAML file of `trl JOB --config FILE`.
+
+  Args:
+    job: our job; its TRL trainer reads the file.
+    options: the content of the file.
+    known: dotted keys of the job.
+  """
+  values: dict[str, Any] = {}
+  left = {}
+  if options.get("lr_scheduler_type") != "constant":
+    left["lr_scheduler_type"] = (
+      "set schedule.name and schedule.args; TRL's default is linear, ours constant"
+    )
+  has_lora = options.get("use_peft", "lora_r" in options)
+  defaults = _DEFAULTS | _DEFAULTS_OF.get(job, {}) | (_LORA if has_lora else {})
+  if options.get("max_steps", -1) > 0:
+    del defaults["num_train_epochs"]
+  given, options = options.keys(), defaults | dict(options)
+  for name, value in options.items():
+    if name in _NOT_NEEDED or name in _BATCH or value is None:
+      continue
+    special = _SPECIAL.get(name, lambda job, value, options: {})
+    found = special(job, value, options)
+    if name in _SAME:
+      found = {_SAME[name]: value}
+    is_key = lambda key: key in known or key.rpartition(".")[0] == "optimizer.args"
+    found = {key: value for key, value in found.items() if is_key(key)}
+    values |= found
+    if not found and name in given - left.keys() and value not in _NOTHING:
+      is_ours = name in _SAME or name in _SPECIAL
+      near = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else "no counterpart"
+      left[name] = f"no counterpart of {value!r} in the job {job}" if is_ours else near
+  if not has_lora:
+    values = {k: v for k, v in values.items() if not k.startswith("lora.")}
+  if options.get("bf16") or options.get("fp16"):
+    values.setdefault("model.dtype", "bfloat16" if options.get("bf16") else "float16")
+  return Translation(values=values | _batch(job, options, left), left=left)
+
+
+def _batch(
+  job: str, options: Mapping[str, Any], left: dict[str, str]
+) -> dict[str, int]:
+  """Returns the batch sizes of one device; RL counts prompts, TRL completions."""
+  rows, steps = options[_BATCH[0]], options[_BATCH[1]]
+  left[_BATCH[0]] = (
+    "this is for one device; multiply training.global_batch_size by the number of "
+    "devices"
+  )
+  if job not in ("grpo", "ppo"):
+    sizes = {"training.global_batch_size": rows * steps}
+    return sizes | {"training.micro_batch_size": rows}
+  prompts = max(rows * steps // options.get("num_generations", 1), 1)
+  return {"training.global_batch_size": prompts}
+
+
+def _loss(job: str, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+  if job in ("grpo", "ppo"):
+    found = {"algorithm.loss_agg_mode": _REDUCTIONS.get(value)}
+    return {key: value for key, value in found.items() if value is not None}
+  names = value if isinstance(value, list) else [value]
+  return {"preference.loss": names[0]} if len(names) == 1 else {}
+
+
+def _section(name: str) -> Callable[..., dict[str, Any]]:
+  """Returns a translation to a key of `algorithm` in RL, else of `preference`."""
+  return lambda job, value, options: {
+    f"{'algorithm' if job in ('grpo', 'ppo') else 'preference'}.{name}": value
+  }
+
+
+# TRL's name -> function from (job, value, options) to our keys; {}: no counterpart.
+_SPECIAL: Mapping[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] = {
+  "beta": _section("beta"),
+  "loss_type": _loss,
+  "scale_rewards": lambda job, value, options: (
+    {"algorithm.advantage_estimator": _ADVANTAGES[value]}
+    if value in _ADVANTAGES
+    else {}
+  ),
+  "dataset_name": lambda job, value, options: {
+    "data.train": f"hf:{value}(split={options.get('dataset_train_split', 'train')!r})"
+  },
+  "model_revision": lambda job, value, options: (
+    {} if value == "main" else {"model.revision": value}
+  ),
+  "max_steps": lambda job, value, options: (
+    {"training.max_steps": value} if value > 0 else {}
+  ),
+  "num_train_epochs": lambda job, value, options: (
+    {"data.num_epochs": int(value)} if value == int(value) else {}
+  ),
+  "dtype": lambda job, value, options: (
+    {"model.dtype": value} if value != "auto" else {}
+  ),
+  "gradient_checkpointing": lambda job, value, options: (
+    {"model.remat": "block"} if value else {}
+  ),
+  "load_in_4bit": lambda job, value, options: (
+    {"model.quantize": "nf4"} if value else {}
+  ),
+  "load_in_8bit": lambda job, value, options: (
+    {"model.quantize": "int8"} if value else {}
+  ),
+  "use_bias_correction_kl": lambda job, value, options: (
+    {"algorithm.kl_corrected": value} if options.get("beta") else {}
+  ),
+  "top_k": lambda job, value, options: {"rollout.top_k": value} if value else {},
+  "report_to": lambda job, value, options: {
+    f"logging.{name}": True
+    for name in ([value] if isinstance(value, str) else value)
+    if name in ("wandb", "tensorboard")
+  },
+}
