@@ -215,6 +215,7 @@ def test_export_of_a_step_or_checkpoint(run, model, tmp_path):
 
 def test_export_merged_adds_the_adapter_and_casts(run, model, tmp_path):
   words = ["--kind", "merged", "--dtype", "bfloat16", "--to", tmp_path / "m"]
+  words.append("--checksums")
   assert runs.tunix("export", "--run", run, *words) == 0
   merged = AutoModel.from_pretrained(tmp_path / "m")
   assert merged.config.param_dtype == jnp.bfloat16
@@ -224,6 +225,9 @@ def test_export_merged_adds_the_adapter_and_casts(run, model, tmp_path):
   found = np.asarray(kernel(merged), np.float32)
   np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
   assert (tmp_path / "m" / "tokenizer.json").is_file()
+  sums = (tmp_path / "m" / "SHA256SUMS").read_text()
+  assert "  model.safetensors\n" in sums and "  tokenizer.json\n" in sums
+  assert not (run / "export" / "SHA256SUMS").exists()
 
 
 def test_export_refuses_what_is_not_there(run, tmp_path, capsys):

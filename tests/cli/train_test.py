@@ -234,6 +234,7 @@ def test_a_run_that_stops_early_exports_its_best_checkpoint(
   keys = settings | {f"training__best__{k}": v for k, v in best.items()}
   keys |= {"data__eval": eval_file, "training__eval_every_n_steps": 1, "lora__rank": 2}
   keys |= {"checkpoint__max_to_keep": 1, "export__checkpoint": "best"}
+  keys["export__checksums"] = "true"
   out = keys["output_dir"]
   assert train(keys) == 0
   said = capsys.readouterr().out
@@ -245,6 +246,7 @@ def test_a_run_that_stops_early_exports_its_best_checkpoint(
   assert (kept["steps"], kept["ended_by"]) == (3, "early_stopping")
   assert "step 1; stopped early: no better one in 2 evaluations; step 1 exp" in said
   assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["1", "3"]
+  assert (out / "export" / "SHA256SUMS").is_file()
   assert "finished after 3 steps, stopped early" in (out / "report.html").read_text()
   for flags, is_same in ((["--best"], True), ([], False)):
     to = tmp_path / f"to{len(flags)}"

@@ -25,6 +25,7 @@ from tunix.models import (
   adapter_config,
   adapter_parameters,
   families,
+  file_sums,
   lora_modules,
   tensor_files,
   whole_files,
@@ -296,6 +297,7 @@ def read_adapter(
       f"{path} lacks {CONFIG_FILE} or {WEIGHTS_FILE}: give a folder that save_adapter "
       "or PEFT wrote"
     )
+  file_sums.check(path)
   peft = tensor_files.read_json(path / CONFIG_FILE)
   family = family or families.of_config(model.config)
   # Only models with fused experts have parameters that `target_parameters` can select.

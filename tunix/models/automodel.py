@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import (
   families,
+  file_sums,
   fused_experts,
   hub,
   naming,
@@ -80,10 +81,11 @@ class AutoModel:
     Raises:
       FileNotFoundError: the folder, the revision, `config.json` or weights are missing.
       ValueError: the family or a setting is unknown, a folder was given a revision,
-        files are damaged, or a tensor is missing, has another shape, or has no place in
-        the model.
+        files are damaged (see `file_sums.check`), or a tensor is missing, has another
+        shape, or has no place in the model.
     """
     path = resolve_folder(folder, revision)
+    file_sums.check(path)
     config_file = path / "config.json"
     hf = tensor_files.read_json(config_file)
     try:

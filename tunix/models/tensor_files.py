@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.models import safetensors_header, torch_files
+from tunix.models import file_sums, safetensors_header, torch_files
 from tunix.models.stored_tensor import (
   DTYPES,
   MAX_JSON,
@@ -339,6 +339,8 @@ def staged_folder(
     if not first:
       pass
     elif folder.exists() and any(folder.iterdir()):
+      # Checksums of the earlier files would refuse the new ones.
+      (folder / file_sums.NAME).unlink(missing_ok=True)
       _replace_files(staging, folder)
     else:
       os.replace(staging, folder)

@@ -13,6 +13,7 @@ from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
 from tunix.models import (
   automodel,
+  file_sums,
   lora,
   safetensors_saver,
   stored_formats,
@@ -47,10 +48,13 @@ def export(
       source = automodel.resolve_folder(files)
     dtype = export_dtype(config, model)
     safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
-    if config.tokenizer == TokenizerSettings():
-      return  # the tokenizer was copied from `source`
-  if jax.process_index() == 0:
+  if jax.process_index() != 0:
+    return
+  # A model without settings of the tokenizer has a copy of the tokenizer of `source`.
+  if kind == "adapter" or config.tokenizer != TokenizerSettings():
     ModelLoader(config).tokenizer().save(folder)
+  if config.export.checksums:
+    file_sums.write(folder)
 
 
 def export_dtype(config: RunSettings, model: Transformer) -> Any:

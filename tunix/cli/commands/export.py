@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
   if args.private and args.push_to_hub is None:
     raise ValueError("--private is given, but nothing is uploaded; add --push-to-hub")
   run, step = _locate(args)
-  keys = ExportSettings(kind=args.kind, dtype=args.dtype)
+  keys = ExportSettings(kind=args.kind, dtype=args.dtype, checksums=args.checksums)
   # Without the run's mesh: its devices need not be on this machine.
   config = dataclasses.replace(run.read_config(), export=keys, mesh={})
   _check_step(run, step)
@@ -149,6 +149,7 @@ def parser() -> Parser:
     choices=("float32", "bfloat16", "float16"),
     help="dtype of the weights; default: that of the run's model.path",
   )
+  add("--checksums", action="store_true", help="write SHA256SUMS of the files")
   add(
     "--push-to-hub",
     metavar="ORG/NAME",

@@ -19,23 +19,23 @@ class ExportSettings:
       there is no checkpoint.
     checkpoint: step of the written weights: the last step, or the step of the best
       evaluation, which training.best defines.
+    checksums: if True, SHA256SUMS is written beside the files, for `sha256sum -c`. The
+      files are compared with it whenever tunix loads the folder.
   """
 
   kind: Literal["auto", "full", "merged", "adapter", "none"] = "auto"
   dtype: Dtype | None = None
   checkpoint: Literal["last", "best"] = "last"
+  checksums: bool = False
 
   def __post_init__(self):
-    if self.kind == "none" and self.dtype is not None:
-      raise ValueError(
-        f"dtype is {self.dtype!r} and export.kind 'none', which writes nothing. Leave "
-        "one of them out"
-      )
-    if self.kind == "none" and self.checkpoint == "best":
-      raise ValueError(
-        "checkpoint is 'best' and export.kind 'none', which writes nothing. Leave one "
-        "of them out"
-      )
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if self.kind == "none" and field.name != "kind" and value != field.default:
+        raise ValueError(
+          f"{field.name} is {value!r} and export.kind 'none', which writes nothing. "
+          "Leave one of them out"
+        )
 
 
 def check(config: Any) -> None:
