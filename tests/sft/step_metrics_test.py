@@ -60,6 +60,9 @@ def test_what_is_worth_watching_is_told_in_lines(capsys):
   with report.step(2):
     pass
   assert "compiling" not in capsys.readouterr().err  # it was, in the call before
+  with report.step(2, program="wider rows"):
+    pass
+  assert capsys.readouterr().err == "Actor: compiling ...\n"
 
 
 def test_the_state_holds_every_dispatched_step():

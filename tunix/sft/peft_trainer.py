@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax
+import numpy as np
 from flax import nnx
 
 from tunix.models import calling
@@ -408,8 +409,9 @@ class PeftTrainer(BaseTrainer):
   def _learn(self, window: Window, skip_jit: bool) -> jax.Array:
     """Dispatches one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
+    shapes = tuple(np.shape(x) for x in jax.tree.leaves(window.groups))
     with (
-      self._reporter.step(self.train_steps),
+      self._reporter.step(self.train_steps, shapes),
       self.perf_tracer.span("train_step") as span,
     ):
       metrics = self._state.update(window.groups, skip_jit)

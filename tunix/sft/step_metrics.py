@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,7 +128,7 @@ class StepReporter:
     self._tracer = tracer
     self._check_weights = check_weights
     self._has_warned = False
-    self._is_compiled = False
+    self._programs: set[Hashable] = set()  # that steps ran before
     # Metrics of the run that belong to no trainer, such as the rewards of RL. The bar
     # shows them beside the metrics of each step.
     self.run_values: Mapping[str, float] = {}
@@ -141,17 +141,18 @@ class StepReporter:
     self._tokens: dict[int, int] = {}
 
   @contextlib.contextmanager
-  def step(self, done: int) -> Iterator[None]:
+  def step(self, done: int, program: Hashable = None) -> Iterator[None]:
     """Surrounds the dispatch of a step; first waits while too many are in flight.
 
     Args:
       done: number of steps before this one.
+      program: stands for the program of the step; a new one is compiled.
     """
     if self._profiler is None:
       config = self._config
       self._profiler = Profiler(done, config.max_steps, config.profiler_options)
-    self.phase("" if self._is_compiled else "compiling", done)
-    self._is_compiled = True
+    self.phase("" if program in self._programs else "compiling", done)
+    self._programs.add(program)
     if self._clock is None:
       self._clock = time.perf_counter()
     with self._tracer.span_group("device_wait"):
