@@ -140,21 +140,25 @@ class KillDrill:
     return out
 
   def check(self, tmp_path: pathlib.Path, *, random_kills: int, seed: int = 0) -> None:
-    """The whole drill: SIGTERM, kills at random instants, one during a save."""
+    """The whole drill: SIGTERM and kill -9 during a save, kills at random instants."""
     whole, kept = tmp_path / "whole", world.programs() / "drills"
     _copy_missing(kept, tmp_path / "programs")
     assert self.finish(whole) == 0
     _copy_missing(tmp_path / "programs", kept)
     expected = self.digest(whole)
     dice = random.Random(seed)
-    plans: list[dict[str, Any]] = [{"signum": signal.SIGTERM}, {"in_save": True}]
-    plans += [{"delay": dice.uniform(0.0, 0.7)} for _ in range(random_kills)]
-    plans = [{"after_saves": 1, **plan} for plan in plans]
+    plans: list[dict[str, Any]] = [
+      {"in_save": True, "signum": signal.SIGTERM},
+      {"in_save": True},
+      *({"delay": dice.uniform(0.0, 0.7)} for _ in range(random_kills)),
+    ]
     # One run suffers several interruptions: a run for each would start twice as often.
     for first in range(0, len(plans), _PER_RUN):
       folder, suffered = tmp_path / f"cut{first}", plans[first : first + _PER_RUN]
       for plan in suffered:
-        assert self.interrupt(folder, **plan), f"the run ended before {plan}"
+        assert self.interrupt(folder, after_saves=1, **plan), (
+          f"the run ended before {plan}"
+        )
       assert self.finish(folder) > 0, f"the run after {suffered} began at step 0"
       found = self.digest(folder)
       different = sorted(k for k in expected if expected[k] != found.get(k))
