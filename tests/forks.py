@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import pathlib
-import runpy
 import selectors
 import signal
 import socket
@@ -71,8 +70,7 @@ class Forks:
     """Runs a task in a fork; see `_Server`.
 
     Args:
-      task: {"argv": arguments of the command}, {"code": Python source}, or {"script":
-        path, "argv": its arguments}.
+      task: {"argv": arguments of the command} or {"code": Python source}.
       cwd: the working folder.
       environment: all variables.
       timeout: seconds after which the fork is killed.
@@ -244,12 +242,6 @@ def _run(task: dict[str, Any]) -> int:
     sys.argv, sys.path[0:0] = ["-c"], [""]
     exec(compile(task["code"], "<page>", "exec"), _main_module())
     return 0
-  if "script" in task:
-    script = task["script"]
-    sys.argv = [script, *argv]
-    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
-    return 0
   from tunix.cli import main
 
   sys.argv = ["tunix", *argv]
@@ -270,8 +262,6 @@ def _replace(task: dict[str, Any]) -> None:
   argv = task.get("argv", [])
   if "code" in task:
     words = ["-c", task["code"]]
-  elif "script" in task:
-    words = [task["script"], *argv]
   else:
     words = ["-m", "tunix.cli.main", *argv]
   os.execv(sys.executable, [sys.executable, *words])
