@@ -3,11 +3,15 @@
 import shutil
 import threading
 import time
+import types
 
 import numpy as np
 from hypothesis import given, strategies as st
 
 from tests.serve.fake_engine import FakeDriver, FakeEngine
+from tunix.tinker.errors import TinkerError
+from tunix.tinker.executor import Executor
+from tunix.tinker.learner import RowOutputs
 from tunix.tinker.results import Result
 from tunix.tinker.runs import Op
 from tunix.tinker.sampling import Sampler
@@ -145,6 +149,46 @@ def test_a_request_that_ends_the_process_is_not_begun_for_ever(tmp_path):
     assert is_begun == (number < 3)
   assert "ended 2 times while it computed this request" in found.get(1).error
   assert (found.get(1).category, found.get(2).error) == ("server", None)
+
+
+class Numbers:
+  """A learner whose adapter is a number. It refuses updates by more than 5."""
+
+  def init(self, spec, seed):
+    return types.SimpleNamespace(weight=0, gradient=None)
+
+  def forward_backward(self, spec, state, rows, loss, config, *, backward):
+    state.gradient = (state.gradient or 0) + loss
+    return [RowOutputs(np.zeros(1), np.zeros(1))]
+
+  def update(self, state, params):
+    gradient, state.gradient = state.gradient, None
+    if gradient is None or gradient > 5:
+      raise TinkerError("refused")
+    state.weight -= gradient
+    return {}
+
+
+@given(st.lists(st.sampled_from([None, 1, 10]), max_size=9))
+def test_a_restart_repeats_refused_updates_with_the_same_weights(gradients):
+  executor, weights = Executor(Numbers(), None, 1, None), []
+  arrays = {x: np.zeros(0, np.int32) for x in ("lengths", "tokens")}
+  ops = [Op(kind="create_model")] + [
+    Op(kind="optim_step", args={"learning_rate": 1.0})
+    if loss is None
+    else Op(
+      kind="forward_backward", args={"loss_fn": loss, "config": {}}, arrays=arrays
+    )
+    for loss in gradients
+  ]
+  results = [None] * len(ops)
+  for _ in range(2):
+    run = types.SimpleNamespace(
+      id="a0", is_unloaded=False, state=None, spec=None, info={"seed": 0}, steps=0
+    )
+    results = [executor.execute(run, op, x)[0] for op, x in zip(ops, results)]
+    weights.append((run.state.weight, run.state.gradient))
+  assert weights[0] == weights[1]
 
 
 def test_unloaded_models_keep_few_results(tmp_path):
