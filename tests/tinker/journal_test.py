@@ -11,13 +11,15 @@ import pytest
 
 from tests.golden import resume_jobs
 from tests.utils.record_file_test import flipped, put
+from tunix.cli.commands import serve
 from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.records import Records
 from tunix.tinker.runs import Op, Run
+from tunix.tinker.service import LOCK, Service
 from tunix.tinker.settings import TinkerSettings
 from tunix.tinker.worker import Worker
-from tunix.utils import io
+from tunix.utils import folder_lock, io
 from tunix.utils.record_file import MAGIC, RecordError
 
 SETTINGS = TinkerSettings(keep_results=2)
@@ -168,3 +170,12 @@ def test_a_kill_while_a_journal_is_converted_leaves_the_old_one(before, monkeypa
       journal.opened(file)
   assert file.read_bytes() == data
   assert len(list(journal.opened(file).records())) > 3
+
+
+def test_two_services_do_not_write_to_one_folder(tmp_path):
+  settings = TinkerSettings(root=tmp_path)
+  words = ["missing", "--port", "0", "--tinker", "--tinker_root", str(tmp_path)]
+  with folder_lock.hold(tmp_path, *LOCK):
+    for start in (lambda: Service(None, settings), lambda: serve.main(words)):
+      with pytest.raises(RuntimeError, match=r"is serving .*another root"):
+        start()

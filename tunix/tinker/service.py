@@ -7,6 +7,7 @@ numbers. A future is the id of a request; `result` returns what was computed for
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -30,7 +31,9 @@ from tunix.tinker.sampling_sessions import SamplingSessions
 from tunix.tinker.settings import TinkerSettings
 from tunix.tinker.training import TrainingRequests
 from tunix.tinker.worker import Worker
+from tunix.utils import folder_lock
 
+LOCK = ("serving", "root (--tinker_root)")  # arguments of `utils.folder_lock`
 _SEEDS = 2**31  # seeds that the service draws
 
 
@@ -44,6 +47,10 @@ class Service:
     driver: the started driver of an engine with the base model; None: requests for
       samples are refused.
     tokenizer_name: name of its tokenizer for clients; None: `name`.
+
+  Raises:
+    RuntimeError: another process or service uses the folder of the files.
+    RecordError: a file is damaged.
 
   Attributes:
     settings, name, model, tokenizer_name: as given.
@@ -64,11 +71,11 @@ class Service:
     self.tokenizer_name = name if tokenizer_name is None else tokenizer_name
     self.settings = settings = TinkerSettings() if settings is None else settings
     self.name, self.model = name, model
-    self._temporary: tempfile.TemporaryDirectory[str] | None = None
+    self._held = contextlib.ExitStack()
     root = settings.root
     if root is None:
-      self._temporary = tempfile.TemporaryDirectory()
-      root = pathlib.Path(self._temporary.name)
+      root = pathlib.Path(self._held.enter_context(tempfile.TemporaryDirectory()))
+    self._held.enter_context(folder_lock.hold(root, *LOCK))
     self._records = Records(root, settings.max_sessions)
     learner = Learner(
       model, alpha=settings.lora_alpha, batch_tokens=settings.batch_tokens
@@ -125,8 +132,7 @@ class Service:
     if self._sampler is not None:
       self._sampler.close()
     self._worker.close_files()
-    if self._temporary is not None:
-      self._temporary.cleanup()
+    self._held.close()
 
   def listen(self, listener: Callable[[], None]) -> None:
     """Has a function called after each result, in any thread."""
