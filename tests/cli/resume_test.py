@@ -16,11 +16,11 @@ from tests.cli import runs
 from tests.cli.errors_test import copy_model
 from tunix.cli import config as config_lib
 from tunix.cli.build import data as build_data, loading
-from tunix.utils import folder_lock as run_lock
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import prepare
 from tunix.cli.run.result import Result, how_to_train_longer
 from tunix.models import tensor_files
+from tunix.utils import folder_lock as run_lock
 
 
 def train(keys, **more):
