@@ -52,7 +52,7 @@ def test_stops(stop, ids, texts):
 
 
 @pytest.mark.parametrize(
-  "tokens", [[1.5], [2**31], [-(2**40)], [2**70], ["1"], [[1, 2]], None, 3]
+  "tokens", [[1.5], [2**31], [-(2**40)], [-(2**63)], [2**70], ["1"], [[1, 2]], None, 3]
 )
 def test_ids_are_integers_of_32_bits(tokens):
   with pytest.raises(TinkerError, match="tokens"):
