@@ -21,6 +21,7 @@ PROMPT = np.arange(4)
     ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4; expected .* 1 to 3"),
     ({"num_samples": 1024, "topk_sample_logprobs": 128}, "expected a product of at m"),
     ({"sampling_params": {"top_p": "x", "seed": [1]}}, "seed is .1.; expected an int"),
+    ({"sampling_params": {"seed": 2**32}}, "seed is 4294967296; .* 0 to 4294967295"),
     ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
     ({"sampling_params": {"max_tokens": 10**9}}, "max_tokens is 1000000000"),
     ({"sampling_params": {"stop": {"a": 1}}}, "stop is .*expected a text, a list"),
@@ -34,6 +35,11 @@ PROMPT = np.arange(4)
 def test_sampling_arguments_out_of_range(changes, message):
   with pytest.raises(TinkerError, match=message):
     sampling_values.check(changes, PROMPT, 64, 2**20)
+
+
+def test_seeds_have_32_bits():
+  given = {"sampling_params": {"seed": 2**32 - 1}}
+  assert sampling_values.check(given, PROMPT, 64, 2**20)["seed"] == 2**32 - 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 
 from tunix.tinker import fields
 from tunix.tinker.errors import NotServedError, TinkerError
+from tunix.utils import checks
 
 _MOST_SAMPLES = 1024  # of one request
 _MOST_TOPS = 128  # alternatives of a token
@@ -58,7 +59,7 @@ def check(
     "temperature": params.get("temperature", 1.0),
     "top_k": None if top_k in (-1, None) else top_k,
     "top_p": None if top_p in (1, None) and top_p is not True else top_p,
-    "seed": fields.whole(params, "seed", None),
+    "seed": fields.whole(params, "seed", None, most=int(checks.SEED.high)),
     "prompt_logprobs": fields.flag(args, "prompt_logprobs", False),
     "topk_prompt": fields.whole(args, "topk_prompt_logprobs", 0, most=_MOST_TOPS),
     "topk_sample": tops,
