@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from tunix.tinker import data, losses, operations, sampling_values, wire
+from tunix.tinker import data, losses, operations, sampling, sampling_values, wire
 from tunix.tinker.errors import QuotaError, TinkerError
+from tunix.tinker.runs import Op
 from tunix.tinker.settings import TinkerSettings
 
 PROMPT = np.arange(4)
@@ -35,6 +36,13 @@ PROMPT = np.arange(4)
 def test_sampling_arguments_out_of_range(changes, message):
   with pytest.raises(TinkerError, match=message):
     sampling_values.check(changes, PROMPT, 64, 2**20)
+
+
+def test_only_the_first_part_of_a_request_has_alternatives_of_its_prompt():
+  args = sampling_values.check({"topk_prompt_logprobs": 5}, PROMPT, 64, 2**20)
+  op = Op(kind="sample", args=args, arrays={"prompt": PROMPT})
+  tops = [sampling._request("a", op, None, i, 16).top_logprobs for i in (0, 16)]
+  assert tops == [5, 0]
 
 
 def test_seeds_have_32_bits():

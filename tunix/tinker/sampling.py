@@ -347,7 +347,7 @@ def _request(
     stop_ids=args["stop_ids"],
     stop_strings=tuple(args["stop_strings"]),
     logprobs=True,
-    top_logprobs=max(args["topk_sample"], args["topk_prompt"]),
+    top_logprobs=max(args["topk_sample"], args["topk_prompt"] if wants_prompt else 0),
     prompt_logprobs=wants_prompt,
     adapter=adapter,
     id=id,
