@@ -105,7 +105,7 @@ class Service:
       self._records,
       name,
       sampler=self._sampler,
-      max_context=None if driver is None else driver.engine.config.max_tokens,
+      engine=None if driver is None else driver.engine.config,
       check_path=lambda tenant, path: store.meta(self.place(tenant, path)),
       check_pending=self._quotas.check_pending,
       max_tokens=settings.max_request_tokens,
