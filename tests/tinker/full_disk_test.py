@@ -90,6 +90,32 @@ def test_samples_outlive_a_full_disk(tmp_path):
   again.close()
 
 
+def test_a_result_that_cannot_be_written_costs_no_start(tmp_path):
+  made = worker_of(tmp_path, "a0")
+  made.accept("a", "a0", 0, request("x", 1))
+  made.close_files()
+  (file,) = tmp_path.rglob("journal-0")
+  for _ in range(3):
+    run = worker_of(tmp_path).run("a", "a0")
+    assert run.begin(0) == 0
+    with full(file.stat().st_size + 1000):
+      run.finish(0, Result(arrays={"logprobs": np.zeros(4096)}))
+    run.close()
+
+
+def test_samples_that_cannot_be_written_cost_no_start(tmp_path):
+  for number in range(3):
+    engine = Engine("a:1")
+    made = sampler_of(tmp_path, engine, max_starts=2)
+    if number == 0:
+      made.accept("a:1", samples(100))
+    until(lambda engine=engine: engine.rows)
+    with full((tmp_path / "requests").stat().st_size + 1000):
+      engine.held = ()
+      assert result_of(made, "a:1").error is None
+    made.close()
+
+
 def test_a_request_on_a_full_disk_is_refused_by_name(tmp_path, monkeypatch):
   monkeypatch.setattr(Executor, "execute", lambda *_: (Result(), True))
   service = Service(base(), TinkerSettings(root=tmp_path), name="toy")

@@ -193,17 +193,25 @@ class Run:
     self._starts[number] = starts
     self._note(start_record(starts, number=number))
 
-  def _note(self, record: bytes) -> None:
-    """Writes a record that may be lost: its request is then computed again."""
+  def _note(self, record: bytes) -> bool:
+    """Writes a record that may be lost: its request is then computed again.
+
+    Returns:
+      False if it cannot be written.
+    """
     try:
       self._journal.append(record)
     except OSError as error:
       _LOG.warning("the journal of %s cannot be written: %s", self.id, error)
+      return False
+    return True
 
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
-      self._note(result.record(number=number))
+      if not self._note(result.record(number=number)):
+        # A short record may have room. The request has ended, so no start counts.
+        self._note(start_record(0, number=number))
       self.results[number] = result
     self.done = number
     del self._waiting[number]

@@ -226,18 +226,27 @@ class Sampler:
       for of_open in (self._open, self._tickets, self._starts):
         of_open.pop(id, None)
       self._cancelled.discard(id)
-      self._note(result.record(id=id))
+      if not self._note(result.record(id=id)):
+        # A short record may have room. The request has ended, so no start counts.
+        self._note(start_record(0, id=id))
     self._on_change()
 
-  def _note(self, record: bytes) -> None:
-    """Writes a record that may be lost: its request is then computed again."""
+  def _note(self, record: bytes) -> bool:
+    """Writes a record that may be lost: its request is then computed again.
+
+    Returns:
+      False if it cannot be written.
+    """
+    is_written = False
     try:
       self._journal.append(record)
+      is_written = True
       if self._journal.size - self._began > _LARGE:
         self._journal.close()
         self._journal = self._compacted()
     except OSError as error:
       _LOG.warning("the journal of samples cannot be written: %s", error)
+    return is_written
 
   def _sample(
     self, tenant: str, id: str, op: Op, first: int, count: int, is_last: bool
