@@ -276,9 +276,12 @@ class Run:
     records += [start_record(x, number=n) for n, x in self._starts.items()]
     file = self.folder / f"journal-{number}"
     record_file.write(file, records)
+    # Errors come before `current` names the new journal: requests go to the old one.
+    log = RecordFile(file)
+    log.close()
     io.write_atomic(self.folder / "current", str(number).encode())
     self._journal.close()
-    self._generation, self._journal = number, RecordFile(file)
+    self._generation, self._journal = number, log
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
     io.sync_folder(self.folder)

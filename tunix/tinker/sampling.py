@@ -28,7 +28,7 @@ from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.results import Result, Results, start_record, stopped_too_often
 from tunix.tinker.runs import Op
 from tunix.tinker.turns import Room
-from tunix.utils import io, record_file
+from tunix.utils import io
 from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
@@ -242,8 +242,7 @@ class Sampler:
       self._journal.append(record)
       is_written = True
       if self._journal.size - self._began > _LARGE:
-        self._journal.close()
-        self._journal = self._compacted()
+        self._compact(self._journal)
     except OSError as error:
       _LOG.warning("the journal of samples cannot be written: %s", error)
     return is_written
@@ -319,20 +318,18 @@ class Sampler:
       self._open.pop(meta["id"], None)
       self._starts.pop(meta["id"], None)
       self._results[meta["id"]] = Result.of(meta, arrays)
-    log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
       self._results.pop(id)
-    return self._compacted()
+    self._compact(log)
+    return log
 
-  def _compacted(self) -> RecordFile:
-    """Returns a new journal with the open requests and the results that are kept."""
+  def _compact(self, log: RecordFile) -> None:
+    """Rewrites a journal with the open requests and the results that are kept."""
     records = [op.record(id=id) for id, op in self._open.items()]
     records += [start_record(n, id=id) for id, n in self._starts.items()]
     records += [x.record(id=id) for id, x in self._results.items()]
-    record_file.write(self._file, records)
-    log = RecordFile(self._file)
+    log.rewrite(records)
     self._began = log.size
-    return log
 
 
 def _request(
