@@ -58,6 +58,7 @@ def contents(run):
 
 def test_a_run_of_an_earlier_version_goes_on(before):
   folder = folder_of(before)
+  (folder / "current").write_text("1\n")  # as a person repairs it
   run = Run(folder, SETTINGS)
   assert run.done == 4 and run.last == 9 and run.pending == 1
   assert run.results.get(6).arrays["logprobs"].shape == (6,)

@@ -343,7 +343,7 @@ def _generation_of(folder: pathlib.Path) -> int:
   file = folder / "current"
   if not file.exists():
     return 0
-  text = file.read_text(errors="replace")
+  text = file.read_text(errors="replace").strip()  # `echo` adds the end of a line
   names = [f"state-{text}", f"journal-{text}"]
   if not text.isdecimal() or not all((folder / name).exists() for name in names):
     raise RecordError(
