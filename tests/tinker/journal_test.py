@@ -151,6 +151,23 @@ def test_a_state_is_refused_at_each_bit_and_each_length(tmp_path):
       packed.read(file)
 
 
+@pytest.mark.parametrize(
+  "text", ["", "{", "[]", "{}", '{"time": "x", "is_ephemeral": false}']
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_not_listed(tmp_path, text, caplog):
+  made = Checkpoints(tmp_path, "base")
+  places = [Place("a0", "weights", name) for name in ("good", "bad")]
+  for place in places:
+    made.save(place, {}, None, {"request": "", "spec": {}, "is_ephemeral": False})
+  (file,) = tmp_path.rglob("bad/meta.json")
+  file.write_text(text)
+  with pytest.raises(RecordError, match=str(file)):
+    made.meta(places[1])
+  assert [place for place, _ in made.named(["a0"])] == places[:1]
+  assert str(places[1]) in caplog.text
+  made.delete(places[1])
+
+
 def test_a_large_state_has_several_records(tmp_path, monkeypatch):
   monkeypatch.setattr(packed, "_MOST", 64)
   arrays = {"a": np.arange(100.0)}

@@ -27,6 +27,7 @@ from tunix.tinker.errors import (
 from tunix.tinker.rest import TinkerCall
 from tunix.tinker.service import Service
 from tunix.utils import optional
+from tunix.utils.record_file import RecordError
 
 _LOG = logging.getLogger(__name__)
 _PROTO = "application/x-protobuf"
@@ -132,6 +133,9 @@ class _TinkerEndpoint(Endpoint):
         return await route(call, service)
       except TinkerError as error:
         raise _api_error(error, context.settings) from error
+      except RecordError as error:  # of a checkpoint: a repetition finds the same
+        _LOG.warning("%s: %s", path, error)
+        raise ApiError(400, str(error), code="damaged") from error
       except OSError as error:
         _LOG.warning("%s cannot write: %s", path, error)
         raise ApiError(
