@@ -14,6 +14,7 @@ from tests.tinker.serving import base
 from tunix.cli.commands import serve
 from tunix.serve import guard
 from tunix.serve.app import make_app
+from tunix.serve.errors import ApiError
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, requests, rest
 from tunix.tinker.loaded_adapters import LoadedAdapters
@@ -239,6 +240,9 @@ def test_compressed_bodies_are_whole(clients, knows_size):
   ):
     answer = send(cut)
     assert answer.status_code == 400 and message in answer.text
+  for size in range(len(body)):
+    with pytest.raises(ApiError, match="ends early|no zstd data"):
+      tinker_app._inflated(body[:size], 2**20)
   assert send(bomb(window=17)).status_code == 413
   answer = send(press(bytes(200_001)))
   assert answer.status_code == 413

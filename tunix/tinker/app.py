@@ -213,9 +213,10 @@ def _inflated(data: bytes, most: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     with decompressor.stream_reader(data) as reader:
       out = reader.read(most + 1)
+    is_cut = len(out) <= most and not _is_whole(zstandard, data, len(out))
   except zstandard.ZstdError as error:
     raise ApiError(400, f"the body is no zstd data: {error}") from error
-  if len(out) <= most and not _is_whole(zstandard, data, len(out)):
+  if is_cut:
     raise ApiError(400, "the body's zstd data ends early; send it again")
   if len(out) > most:
     raise ApiError(413, f"the body is larger than {most} bytes", code="too_large")
