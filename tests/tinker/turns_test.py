@@ -1,9 +1,11 @@
 """Turns of tenants, and requests that end the process, without a model."""
 
+import functools
 import shutil
 import threading
 import time
 import types
+from concurrent.futures import wait
 
 import numpy as np
 from hypothesis import given, strategies as st
@@ -36,21 +38,30 @@ def test_turns_share_tokens_and_not_requests(sizes):
 
 
 def test_a_large_wait_for_room_is_not_overtaken():
-  room, order, threads = Room(4), [], []
+  room, order, go = Room(4), [], threading.Event()
+  first = room.submit("a", 3, 1, go.wait)
+  others = [("b", 4), ("a", 1), ("a", 2)]
+  calls = [room.submit(*x, 1, functools.partial(order.append, x)) for x in others]
+  gone = room.submit("b", 4, 10**6, list)
+  assert gone.cancel() and order == []  # there is room for one, but the turn is b's
+  go.set()
+  wait([first, *calls], 10)
+  assert order[0] == ("b", 4) and sorted(order) == sorted(others)
+  room.close()
 
-  def take(tenant, count):
-    with room.taken(tenant, count, 1):
-      order.append((tenant, count))
 
-  with room.taken("a", 3, 1):
-    for tenant, count in (("b", 4), ("a", 1), ("a", 1)):
-      threads.append(threading.Thread(target=take, args=(tenant, count)))
-      threads[-1].start()
-      until(lambda: sum(map(len, room._waiting.values())) == len(threads))
-    assert order == []  # there is room for one, but the turn is that of b
-  for thread in threads:
-    thread.join(10)
-  assert order[0] == ("b", 4) and len(order) == 3
+def test_a_cancelled_wait_gives_way_and_pays_nothing():
+  room, go = Room(2), threading.Event()
+  first = room.submit("a", 1, 1, go.wait)
+  large = room.submit("b", 2, 10**6, list)
+  small = room.submit("b", 1, 1, list)
+  assert not small.done()
+  large.cancel()
+  room.start_next()
+  assert small.result(10) == []
+  go.set()
+  assert first.result(10) and room._turns._got["b"] < 10
+  room.close()
 
 
 def until(condition):
@@ -249,6 +260,10 @@ def test_a_large_sampling_request_leaves_turns_to_others(tmp_path):
   made.accept("a:1", samples(1024))
   until(lambda: len(engine.rows) == 32)  # four for each slot, and no more
   made.accept("b:1", samples(16))
+  for tenant in "cdef":
+    made.accept(f"{tenant}:1", samples(64))
+  names = [x.name for x in threading.enumerate()]
+  assert sum(x.startswith("tinker samples") for x in names) <= 32
   engine.held = ()
   result_of(made, "b:1")
   assert [x.id for x in engine.submitted].index("b:1") <= 3
