@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import pathlib
 import re
+import threading
 import types
 
 import httpx
@@ -246,6 +247,20 @@ def test_compressed_bodies_are_whole(clients, knows_size):
   assert send(bomb(window=17)).status_code == 413
   answer = send(press(bytes(200_001)))
   assert answer.status_code == 413
+
+
+def test_a_drain_stops_the_service_at_once():
+  """So a kill within `drain_timeout` is no start of the requests that run."""
+  stopped = threading.Event()
+  service = types.SimpleNamespace(
+    settings=TinkerSettings(), listen=lambda ring: None, stop=stopped.set
+  )
+  driver = FakeDriver(FakeEngine())
+  app = make_app(driver, ServeSettings(), more=tinker_app.routes(service))
+  assert not stopped.is_set()
+  app.state.context.start_drain()
+  app.state.context.start_drain()
+  assert stopped.wait(10)
 
 
 @pytest.mark.parametrize("admin", [None, "tml-admin"])

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -70,6 +71,9 @@ def routes(
           "opens every route; expected two keys. Change one of them"
         )
     context.tenants = Tenants(keys, owns)
+    # A kill within the drain must not count as a start of the requests that run. In a
+    # thread, because a state may be written under the lock.
+    context.on_drain = threading.Thread(target=service.stop, daemon=True).start
     bell = _Bell()
     service.listen(bell.ring)
     made: dict[tuple[str, str], Any] = {}

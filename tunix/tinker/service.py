@@ -123,11 +123,15 @@ class Service:
     executor = Executor(learner, store, settings.keep_samplers, hand_over)
     self._worker.start(executor)
 
-  def close(self) -> None:
-    """Ends the threads. Requests that wait are computed after the next start."""
+  def stop(self) -> None:
+    """Begins no request, and counts no start of those that run."""
     self._worker.stop()
     if self._sampler is not None:
       self._sampler.stop()
+
+  def close(self) -> None:
+    """Ends the threads. Requests that wait are computed after the next start."""
+    self.stop()
     self._worker.close()
     if self._sampler is not None:
       self._sampler.close()
