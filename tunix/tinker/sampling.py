@@ -138,6 +138,11 @@ class Sampler:
     with self._lock:
       return sum(self._owner_of(id) == tenant for id in self._open)
 
+  def sessions(self) -> set[str]:
+    """Returns the ids of the sampling sessions with open requests."""
+    with self._lock:
+      return {id.rpartition(":")[0] for id in self._open}
+
   def is_short(self) -> bool:
     """Returns True if a request waits for room in the bank of adapters."""
     with self._lock:

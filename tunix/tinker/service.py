@@ -93,6 +93,7 @@ class Service:
         self._records.sampling_tenant,
         settings.max_starts,
       )
+      self._records.in_use = self._sampler.sessions
     self._quotas = Quotas(
       settings,
       learner=learner,

@@ -35,7 +35,7 @@ class TinkerSettings:
     max_pending: most requests of one tenant that wait or run.
     max_pending_bytes: most bytes of the rows of a tenant's waiting requests.
     max_sessions: most sessions of one tenant, and most of its sampling sessions. A new
-      one replaces the oldest.
+      one replaces the oldest without open requests.
     max_runs: most models of one tenant, the unloaded ones included.
     max_starts: starts after which a request fails, if the process ended within each of
       them, as it does when the machine has too little memory. A stop by SIGTERM is not
