@@ -167,7 +167,7 @@ class Sampler:
       if self._closes:
         return
       self._closes = True
-      for id in self._tickets:  # the end of this process is not their fault
+      for id in self._tickets:  # a stop is not counted as a start
         self._starts[id] -= 1
         self._note(start_record(self._starts[id], id=id))
       tickets = [x for own in self._tickets.values() for x in own]
