@@ -24,7 +24,7 @@ import numpy as np
 
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import packed
+from tunix.tinker import fields, packed
 from tunix.tinker.errors import NotFoundError, TinkerError
 from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordError
@@ -34,6 +34,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 # No leading dot: unfinished folders have one.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,127}")
 _SCHEME = "tinker://"
+_LONGEST = 10 * 366 * 86400  # seconds of a life
 
 
 class Place(NamedTuple):
@@ -275,15 +276,8 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
   Raises:
     TinkerError: the life is too short or too long, or no integer.
   """
-  if ttl_seconds is None:
-    return None
-  if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int):
-    raise TinkerError(f"ttl_seconds is {ttl_seconds!r}; expected seconds. Correct it")
-  if not 1 <= ttl_seconds <= 10 * 366 * 86400:
-    raise TinkerError(
-      f"ttl_seconds is {ttl_seconds}; expected 1 to {10 * 366 * 86400}. Correct it"
-    )
-  return ttl_seconds
+  given = {"ttl_seconds": ttl_seconds}
+  return fields.whole(given, "ttl_seconds", None, least=1, most=_LONGEST)
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

@@ -144,7 +144,7 @@ class Sampler:
       return {id.rpartition(":")[0] for id in self._open}
 
   def is_short(self) -> bool:
-    """Returns True if a request waits for room in the bank of adapters."""
+    """Returns True if a request waits for its turn, or for room for its adapter."""
     with self._lock:
       return any(not self._tickets.get(id) for id in self._open)
 
