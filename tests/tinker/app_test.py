@@ -249,6 +249,22 @@ def test_compressed_bodies_are_whole(clients, knows_size):
   assert answer.status_code == 413
 
 
+def test_a_large_result_is_not_overtaken_by_small_ones():
+  sending, most = tinker_app._Sending(), tinker_app._SENT
+  assert sending.begins("a", "first", 1)
+  sending.leave("a", "first")
+  assert not sending.begins("a", "large", 2 * most)
+  assert not sending.begins("a", "small", 1)
+  assert sending.begins("b", "other", 1)
+  sending.end("a", 1)
+  assert not sending.begins("a", "small", 1)
+  assert sending.begins("a", "large", 2 * most)
+  sending.leave("a", "large")
+  sending.leave("a", "small")  # its client has gone
+  sending.end("a", 2 * most)
+  assert sending.begins("a", "next", most)
+
+
 def test_a_drain_stops_the_service_at_once():
   """So a kill within `drain_timeout` is no start of the requests that run."""
   stopped = threading.Event()
