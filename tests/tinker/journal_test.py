@@ -18,7 +18,6 @@ from tunix.tinker.records import Records
 from tunix.tinker.runs import Op, Run
 from tunix.tinker.service import LOCK, Service
 from tunix.tinker.settings import TinkerSettings
-from tunix.tinker.worker import Worker
 from tunix.utils import folder_lock, io
 from tunix.utils.record_file import MAGIC, RecordError
 
@@ -41,6 +40,10 @@ def folder_of(root):
   """Returns the folder of its run."""
   (file,) = (root / "runs").glob("*/state-1")
   return file.parent
+
+
+def words(root):
+  return ["missing", "--port", "0", "--tinker", "--tinker_root", str(root)]
 
 
 def same(one, other):
@@ -111,7 +114,7 @@ def test_a_damaged_run_is_refused_and_its_files_stay(before, name, is_old):
     put(file, flipped(data, int(8 * 0.3 * len(data))))
   names = {x: x.read_bytes() for x in file.parent.iterdir()}
   with pytest.raises(RecordError, match=str(file)):
-    Worker(before / "runs", SETTINGS)
+    serve.main(words(before))  # before it looks for the model
   assert names == {x: x.read_bytes() for x in file.parent.iterdir()}
 
 
@@ -192,8 +195,7 @@ def test_a_kill_while_a_journal_is_converted_leaves_the_old_one(before, monkeypa
 
 def test_two_services_do_not_write_to_one_folder(tmp_path):
   settings = TinkerSettings(root=tmp_path)
-  words = ["missing", "--port", "0", "--tinker", "--tinker_root", str(tmp_path)]
   with folder_lock.hold(tmp_path, *LOCK):
-    for start in (lambda: Service(None, settings), lambda: serve.main(words)):
+    for start in (lambda: Service(None, settings), lambda: serve.main(words(tmp_path))):
       with pytest.raises(RuntimeError, match=r"is serving .*another root"):
         start()

@@ -7,6 +7,7 @@ numbers. A future is the id of a request; `result` returns what was computed for
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import checkpoints, operations
+from tunix.tinker import checkpoints, journal, operations
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.executor import Executor, adapters_of
@@ -35,6 +36,24 @@ from tunix.utils import folder_lock
 
 LOCK = ("serving", "root (--tinker_root)")  # arguments of `utils.folder_lock`
 _SEEDS = 2**31  # seeds that the service draws
+
+
+def check_files(settings: TinkerSettings) -> None:
+  """Reads the files of a service, before a program loads its model for minutes.
+
+  Raises:
+    RuntimeError: another process or service uses their folder.
+    RecordError: a file is damaged.
+  """
+  root = settings.root
+  if root is None or not root.exists():
+    return
+  with folder_lock.hold(root, *LOCK):
+    Records(root, settings.max_sessions)
+    Worker(root / "runs", settings).close_files()
+    samples = journal.opened(root / "samples" / "requests")
+    collections.deque(samples.records(), maxlen=0)
+    samples.close()
 
 
 class Service:
