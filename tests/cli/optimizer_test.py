@@ -130,6 +130,7 @@ def test_weight_decay_moves_no_norms_and_no_biases(name, make):
   moved = lambda **keys: moved_by_decay(make(SHAPES), optimizer__name=name, **keys)
   assert moved() == MATRICES.keys()
   assert moved(optimizer__decay_targets="[.*]") == SHAPES.keys()
+  assert moved(optimizer__decay_targets="[]") == set()
   some = moved(optimizer__decay_targets="[q_proj.bias, 'embed.*']")
   assert some == {"layers.attn.q_proj.bias", "embed_tokens.embedding"}
 

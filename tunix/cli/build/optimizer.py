@@ -228,7 +228,7 @@ def decay_of(config: RunSettings, names: Iterable[str]) -> tuple[float, list[str
   parameters = inspect.signature(_optimizers()[settings.name]).parameters
   found = {x: parameters[x].default for x in _DECAYS if x in parameters}
   value = next((settings.args.get(x, found[x]) for x in found), None) or 0.0
-  targets = settings.decay_targets or _ALL
+  targets = _ALL if settings.decay_targets is None else settings.decay_targets
   for target in targets:
     is_unused = not any(lora_modules.hits(target, name) for name in names)
     if is_unused and target not in _DECAY_TARGETS:
