@@ -36,7 +36,7 @@ class Rendered(NamedTuple):
     masks: [C] each, 1 on tokens that are trained or scored. Turns of users and tools
       inside a completion are 0: the model sees them as context.
     extra: further fields of the record, see `tunix.data.records.Record`.
-    empty: names of completions without text.
+    empty: numbers of the completions without text; see `Source.fault`.
     is_stripped: reasoning was removed from a completion.
   """
 
@@ -44,7 +44,7 @@ class Rendered(NamedTuple):
   completions: tuple[np.ndarray, ...]
   masks: tuple[np.ndarray, ...]
   extra: Mapping[str, Any] = {}
-  empty: tuple[str, ...] = ()
+  empty: tuple[int, ...] = ()
   is_stripped: bool = False
 
   @property
@@ -277,7 +277,11 @@ def _chat(
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
   if not row.masks[0].any():
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  return row._replace(is_stripped=visible is not given)
+  # Only the end of such a turn would be trained.
+  is_empty = any(
+    visible[i] is not given[i] and records.is_empty([visible[i]]) for i in turns
+  )
+  return row._replace(is_stripped=visible is not given, empty=(0,) if is_empty else ())
 
 
 def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:

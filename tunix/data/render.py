@@ -63,7 +63,11 @@ def render_record(
   options["reasoning"] = reasoning
   texts = read.completions
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)
-  empty = tuple(name for name in texts if records.is_empty(texts[name]))
+  empty = tuple(
+    number
+    for number, text in enumerate(texts.values())
+    if records.is_empty(text) or number in rendered.empty
+  )
   return rendered._replace(extra=read.extra, empty=empty)
 
 
@@ -133,6 +137,7 @@ def tokenise(
     rows[0].prompt,
     tuple(row.completions[0][:end] for row, end in zip(answers, ends)),
     tuple(row.masks[0][:end] for row, end in zip(answers, ends)),
+    empty=tuple(number for number, row in enumerate(rows) if row.empty),
     is_stripped=any(row.is_stripped for row in rows),
   )
 
