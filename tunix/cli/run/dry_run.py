@@ -58,7 +58,8 @@ def _decay(config: RunSettings, trained: nnx.State) -> str:
     f"weight decay {value:g} moves {fields(moved) or 'nothing'}"
     for value, moved in decays.items()
   ]
-  rest = fields(set(names).difference(*decays.values()))
+  moved = set().union(*decays.values())
+  rest = fields(set(names) - moved) if moved else ""
   return "; ".join(parts) + (f", and not {rest}" if rest else "")
 
 
