@@ -283,13 +283,7 @@ def _read_template(name: str) -> str:
     raise FileNotFoundError(
       f"tokenizer.chat_template {name!r}: no such file; give a file of jinja source"
     )
-  try:
-    return text_files.read(file)
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f"tokenizer.chat_template {name!r} is no UTF-8 text ({error}). Give a file of "
-      "jinja source"
-    ) from error
+  return text_files.read(file)
 
 
 def _with_options(sizes: Any, options: dict[str, Any]) -> Any:
