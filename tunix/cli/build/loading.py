@@ -283,7 +283,10 @@ def _read_template(name: str) -> str:
     raise FileNotFoundError(
       f"tokenizer.chat_template {name!r}: no such file; give a file of jinja source"
     )
-  return text_files.read(file)
+  try:
+    return text_files.read(file)
+  except ValueError as error:
+    raise ValueError(f"tokenizer.chat_template: {error}") from error
 
 
 def _with_options(sizes: Any, options: dict[str, Any]) -> Any:
