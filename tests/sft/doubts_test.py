@@ -42,6 +42,7 @@ FALLING = np.exp(np.linspace(3, 2, 16))
     ("perplexity", FALLING, None),
     ("perplexity", [20.0] * 11, None),
     ("perplexity", [1.0] * 16, None),  # nothing is left to learn
+    ("perplexity", [1.0] * 8 + [2.0] * 8, "did not fall"),
     ("perplexity", [20.0] * 12 + [float("inf")], None),  # has a warning of its own
     ("loss", [1.0] * 16, None),  # of a user: it may have any meaning
     ("rewards__accuracy", [0.4, 0.6] * 8, "last steps is 0.50, and 0.5 is chance"),

@@ -51,7 +51,7 @@ _SIGNS = {
   ),
   "perplexity": _Sign(
     _STEPS,
-    lambda first, last, mean: first > 1.05 and last > 0.99 * first,  # 1: all is known
+    lambda first, last, mean: last > 1.05 and last > 0.99 * first,  # 1: all is known
     "the perplexity did not fall: {first:.4g} in the first steps, {last:.4g} in the "
     "last ones; raise training.learning_rate, or look at the trained tokens with "
     "`tunix data show`",
