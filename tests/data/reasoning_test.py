@@ -15,6 +15,16 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 QWEN3 = toys_text.chat_tokenizer("qwen3")
 EMPTY = "<think>\n\n</think>\n\n"
+# Trains the text of an answer, and not its end.
+BLOCKS = TokenizerAdapter(
+  raw_tokenizer(),
+  chat_template="{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}<think>"
+  "{{ m.reasoning }}</think>{% endif %}{% if m.role == 'assistant' %}{% generation %}"
+  "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>"
+  "{% endfor %}{% if add_generation_prompt %}<assistant><think></think>{% endif %}",
+  bos_token="<s>",
+  eos_token="</s>",
+)
 # Has other marks, and prints the content as it is.
 MISTRAL = TokenizerAdapter(
   raw_tokenizer(),
@@ -101,10 +111,11 @@ def test_reasoning_that_no_sample_has(message):
     answer("", reasoning="hm"),
   ],
 )
-def test_nothing_but_reasoning_is_an_empty_answer(message):
+@pytest.mark.parametrize("tokenizer", [QWEN3, BLOCKS])
+def test_nothing_but_reasoning_is_an_empty_answer(message, tokenizer):
   kept = {"messages": [ASK, answer(reasoning_content="hm"), ASK, answer()]}
   record = {"messages": [ASK, message]}
-  made = source(record, treatment="strip", others=[kept])
+  made = source(record, tokenizer, treatment="strip", others=[kept])
   report = scan(made)
   assert (report.kept, report.empty) == (1, 1)
   assert "1 with an empty completion left out" in str(report)
@@ -112,10 +123,10 @@ def test_nothing_but_reasoning_is_an_empty_answer(message):
   with pytest.raises(
     ValueError, match="all 1 scanned records are nothing but reasoning, or"
   ):
-    scan(source(record, treatment="strip"))
+    scan(source(record, tokenizer, treatment="strip"))
   pair = {"prompt": [ASK], "chosen": [answer()], "rejected": [message]}
   with pytest.raises(ValueError, match='record 0: "rejected" is empty'):
-    scan(source(pair, kind=PAIRS, treatment="strip"))
+    scan(source(pair, tokenizer, kind=PAIRS, treatment="strip"))
 
 
 def test_calls_after_reasoning_are_an_answer():

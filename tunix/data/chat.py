@@ -275,12 +275,12 @@ def _chat(
     closing = [text for text in tokenizer.special_tokens() if text != bos]
     segments, needs_eos = spans.find_segments(visible, turns, apply, closing)
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
-  if not row.masks[0].any():
-    raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  # Only the end of such a turn would be trained.
+  # Of such a turn at most the end would be trained.
   is_empty = any(
     visible[i] is not given[i] and records.is_empty([visible[i]]) for i in turns
   )
+  if not row.masks[0].any() and not is_empty:
+    raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
   return row._replace(is_stripped=visible is not given, empty=(0,) if is_empty else ())
 
 
