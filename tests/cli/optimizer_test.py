@@ -131,7 +131,6 @@ def test_weight_decay_moves_no_norms_and_no_biases(name, make):
   moved = lambda **keys: moved_by_decay(make(SHAPES), optimizer__name=name, **keys)
   assert moved() == MATRICES.keys()
   assert moved(optimizer__decay_targets="[.*]") == SHAPES.keys()
-  assert moved(optimizer__decay_targets="[]") == set()
   some = moved(optimizer__decay_targets="[q_proj.bias, 'embed.*']")
   assert some == {"layers.attn.q_proj.bias", "embed_tokens.embedding"}
 
@@ -172,6 +171,11 @@ def test_weight_decay_of_muon_and_of_its_adam_part():
   assert moved(**both, **adam, **every) == SHAPES.keys()
   with pytest.raises(ValueError, match=r"adam_weight_decay is 0.2 and .*to \['.*'\]"):
     moved(**adam)
+
+
+def test_an_empty_list_of_targets_decays_nothing():
+  settled = settle_values(config(optimizer__decay_targets="[]"), 10)
+  assert optimizer.decay_of(settled, SHAPES) == {1e-4: []}
 
 
 def test_a_target_that_matches_nothing_is_named():
