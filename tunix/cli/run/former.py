@@ -26,6 +26,12 @@ _NEWEST = ("optimizer.decay_targets", "tokenizer.add_bos", "tokenizer.messages")
 _FORMER_GENERATIONS = (2, 8)
 
 
+def has_all(config: RunSettings) -> bool:
+  """Returns True for the settings of a run that an older version began."""
+  values = keys.flatten(config)
+  return all(values[key] in (_FORMER[key], plain(_FORMER[key])) for key in _NEWEST)
+
+
 def restore(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
   """Returns settings with former defaults for keys that are not set.
 
