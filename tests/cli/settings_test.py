@@ -458,7 +458,7 @@ def test_a_job_has_one_default_rate_for_each_kind_of_training(job, capsys):
     assert rate.low <= rate.default <= rate.high
     settled = settle_values(config_lib.load([f"--job={job}", *words]), 10)
     assert settled.training.learning_rate == rate.default
-  for rank, rate in ("8", usual.adapters), ("null", usual.whole):
+  for rank, rate in (8, usual.adapters), (None, usual.whole):
     made = init._values(job, {"lora.rank": rank})
     assert made["training.learning_rate"] == rate.default
   # Help, pages and `tunix init` show one table.
