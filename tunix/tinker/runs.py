@@ -194,11 +194,7 @@ class Run:
     self._note(start_record(starts, number=number))
 
   def _note(self, record: bytes) -> bool:
-    """Writes a record that may be lost: its request is then computed again.
-
-    Returns:
-      False if it cannot be written.
-    """
+    """Writes a record that may be lost; returns False if it cannot be written."""
     try:
       self._journal.append(record)
     except OSError as error:

@@ -247,11 +247,7 @@ class Sampler:
     self._on_change()
 
   def _note(self, record: bytes) -> bool:
-    """Writes a record that may be lost: its request is then computed again.
-
-    Returns:
-      False if it cannot be written.
-    """
+    """Writes a record that may be lost; returns False if it cannot be written."""
     is_written = False
     try:
       self._journal.append(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,7 +68,7 @@ class Room:
       function: the function.
 
     Returns:
-      Its result. If it is cancelled before its turn, call `start_next`.
+      The future of its result. After a cancellation of the future, call `start_next`.
     """
     part = _Part(count, tokens, function)
     with self._lock:
@@ -79,7 +80,7 @@ class Room:
     """Starts the functions that have room, and forgets those that were cancelled."""
     with self._lock:
       while self._waiting:
-        # A later request never goes first, or a large one could wait without end.
+        # A later request never goes first. A large one could wait without end.
         tenant = self._turns.next(self._waiting)
         part = self._waiting[tenant][0]
         has_room = self._used + part.count <= self.most
@@ -106,11 +107,10 @@ class Room:
 
   def _call(self, part: _Part) -> None:
     try:
-      result = part.function()
+      end = functools.partial(part.future.set_result, part.function())
     except BaseException as error:  # it reaches whoever reads the result
-      part.future.set_exception(error)
-    else:
-      part.future.set_result(result)
+      end = functools.partial(part.future.set_exception, error)
     with self._lock:
       self._used -= part.count
     self.start_next()
+    end()  # calls what waits for the result
