@@ -80,7 +80,7 @@ class Room:
     """Starts the functions that have room, and forgets those that were cancelled."""
     with self._lock:
       while self._waiting:
-        # A later request never goes first. A large one could wait without end.
+        # No later request goes first: a large one could wait without end.
         tenant = self._turns.next(self._waiting)
         part = self._waiting[tenant][0]
         has_room = self._used + part.count <= self.most
