@@ -129,6 +129,21 @@ def test_without_new_lines():
   assert read("qwen3_coder", text) == ("", [("add", {"text": " 7"})])
 
 
+@pytest.mark.parametrize(
+  "broken",
+  [
+    "<tool_call>\n<function=add>\n<parameter=text>\n7\n</function>\n</tool_call>",
+    qwen(text="7", count="8").replace("\n</parameter>", "", 1),
+    "<tool_call><function=add><parameter=text>7<parameter=count>8</parameter>"
+    "</function></tool_call>",
+  ],
+)
+def test_a_parameter_without_its_end_takes_in_nothing(broken):
+  assert read("qwen3_coder", broken) == (broken, [])
+  called = broken, [("add", {"count": 3})]
+  assert read("qwen3_coder", broken + "\n" + qwen(count=3)) == called
+
+
 def mark(words):
   return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
 

@@ -42,6 +42,9 @@ GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
 PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools[{"
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
 CODE, CODE_END = "<code>", "</code>"
+# Unreadable blocks of an answer that are searched for a call inside. Each search reads
+# the rest of the answer, which may be one mark over and over.
+_MOST_SEARCHED = 100
 # Values of JSON, which templates print among arguments in Python's syntax.
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -70,7 +73,7 @@ class MarkedReader:
   """Reads calls between marks. A block that cannot be read stays text."""
 
   def __init__(self, *marks: Marks):
-    self._marks, self._text = marks, ""
+    self._marks, self._text, self._searched = marks, "", 0
 
   def push(self, text: str) -> Piece:
     self._text += text
@@ -119,8 +122,13 @@ class MarkedReader:
     found, rest = marks.read(body) or ([], "")
     calls = [tool_call(name, arguments, marks.new_id) for name, arguments in found]
     if not calls or None in calls:
-      self._text = after
-      return Piece(content=f"{before}{marks.opening}{body}{close}")
+      # The mark may stand in prose or lack its end, and a call may begin after it.
+      starts = [at for x in self._marks if (at := body.find(x.opening)) >= 0]
+      self._searched += bool(starts)
+      is_searched = starts and self._searched <= _MOST_SEARCHED
+      kept = body[: min(starts)].rstrip() if is_searched else body + close
+      self._text = (body + close)[len(kept) :] + after
+      return Piece(content=f"{before}{marks.opening}{kept}")
     if any(x.opening in rest for x in self._marks):  # no closing mark between calls
       rest += close
     self._text = (rest if rest.strip() else "") + after

@@ -46,8 +46,10 @@ DEEPSEEK_MARKS = (
 )
 
 _FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([^<>\s]+)>\s*"), "</function>"
+# A value holds no other opening tag: its closing tag is missing then, and it would
+# take in the next parameter or call.
 _PARAMETER = re.compile(
-  r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL
+  r"\s*<parameter=([^<>\s]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>\s*", re.DOTALL
 )
 _NAME = re.compile(r"\s*([^<>\s]+)\s*")
 _PAIR = re.compile(
