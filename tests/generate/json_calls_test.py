@@ -7,6 +7,7 @@ import pytest
 from tests.generate.tagged_calls_test import deepseek, mark
 from tests.generate.tool_calls_test import read
 from tunix.generate import tool_calls
+from tunix.generate.json_calls import json_calls, object_of
 from tunix.generate.marked_calls import MarkedReader, Marks
 
 # format -> a call, whose arguments replace "%s", and its end
@@ -102,3 +103,19 @@ def test_a_mark_over_and_over_is_not_read_each_time():
   reader = MarkedReader(Marks("<a>", None, bodies.append))
   assert read(reader, "<a>b" * 4000).content == "<a>b" * 4000
   assert len(bodies) < 200
+
+
+ARGUMENTS = [  # arguments, what they stand for
+  ('{"a": 1}', {"a": 1}),
+  ('{"a": "two\nlines"}', {"a": "two\nlines"}),
+  *(("", {}), (" ", {}), ("null", {}), (None, {}), ({"a": 1}, {"a": 1})),
+  *(('{"a": NaN}', None), ('{"a": 1e999}', None), ("[1]", None), ("{} {}", None)),
+  *(("oslo", None), ([1], None), (3, None), ('"{}"', None), ("[" * 99999, None)),
+]
+
+
+@pytest.mark.parametrize("given, wanted", ARGUMENTS, ids=range(len(ARGUMENTS)))
+def test_arguments_of_a_model_and_of_a_client_are_read_alike(given, wanted):
+  assert object_of(given) == wanted
+  made = json_calls(json.dumps({"name": "add", "arguments": given}) + "!")
+  assert made == (None if wanted is None else ([("add", wanted)], "!"))

@@ -22,7 +22,7 @@ import ast
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tunix.generate.answer_pieces import Piece, held_back, new_call_id
@@ -225,7 +225,7 @@ def _printed(line: ast.stmt) -> ast.stmt:
   return line
 
 
-def _python_call(line: ast.stmt) -> tuple[str, dict[str, Any]]:
+def _python_call(line: ast.stmt) -> tuple[str, Mapping[str, Any]]:
   call = line.value if isinstance(line, ast.Expr) else None
   if not isinstance(call, ast.Call) or call.args:
     raise ValueError("expected name(argument=value, ...)")

@@ -131,7 +131,7 @@ def _in_order(pattern: re.Pattern[str], text: str) -> tuple[list[re.Match[str]],
 
 def _call(
   name: str, texts: list[tuple[str, str]], tools: Collection[str]
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, Mapping[str, Any]]:
   """Returns a call; the schema of the tool says what its texts stand for."""
   schema = tools.get(name) if isinstance(tools, Mapping) else None
   own = _mapping(_mapping(schema).get("properties"))
