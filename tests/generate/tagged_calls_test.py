@@ -113,6 +113,7 @@ def test_the_end_mark_in_a_value_is_a_part_of_it():
   mark = "</function_calls>"
   calls = f"<function_calls>add(text={mark!r})\nadd(){mark}"
   assert read("olmo3", calls) == ("", [("add", {"text": mark}), ("add", {})])
+  assert read("olmo3", calls.replace("'", '"""')) == read("olmo3", calls)
   mark = "<tool_call|>"
   calls = f'<|tool_call>call:add{{text:<|"|>{mark}<|"|>}}{mark}'
   assert read("gemma4", calls) == ("", [("add", {"text": mark})])

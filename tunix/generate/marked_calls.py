@@ -196,7 +196,7 @@ def _ends_in_python_text(body: str) -> bool:
   try:
     ast.parse(body.strip())
   except SyntaxError as error:
-    return error.msg.startswith("unterminated string")
+    return error.msg.startswith("unterminated")
   except (ValueError, RecursionError, MemoryError):
     return False
   return False
