@@ -137,7 +137,14 @@ class MarkedReader:
 
 def hermes_reader() -> MarkedReader:
   """Returns the reader of calls in JSON between <tool_call> tags."""
-  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, json_calls))
+
+  def read(body: str) -> tuple[Calls, str] | None:
+    calls: Calls = []
+    while found := json_calls(body):  # some models write several calls in a block
+      calls, body = calls + found[0], found[1]
+    return (calls, body) if calls else None
+
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
 
 
 def mistral_reader() -> MarkedReader:
