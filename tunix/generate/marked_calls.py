@@ -129,6 +129,8 @@ class MarkedReader:
       kept = body[: min(starts)].rstrip() if is_searched else body + close
       self._text = (body + close)[len(kept) :] + after
       return Piece(content=f"{before}{marks.opening}{kept}")
+    if marks.closing and not close:  # behind more marks than were looked at
+      rest, close, after = rest.partition(marks.closing)
     if any(x.opening in rest for x in self._marks):  # no closing mark between calls
       rest += close
     self._text = (rest if rest.strip() else "") + after
