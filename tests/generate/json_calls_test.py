@@ -47,6 +47,13 @@ def test_all_texts_of_json_are_read(form, call, end):
     )
 
 
+@pytest.mark.parametrize(("form", "call", "end"), [x for x in CALLS if x[2]])
+def test_more_end_marks_in_a_text_than_are_looked_at(form, call, end):
+  text = call % json.dumps({"a": end * 20}) + end
+  header = "<|start|>assistant " if form == "harmony" else ""
+  assert answer(form, text + header + text, 0) == ("", [{"a": end * 20}] * 2)
+
+
 @each_call
 def test_text_after_a_call_stays_text(form, call, end):
   said = '\n\nDone: {"b"}, and "more.'

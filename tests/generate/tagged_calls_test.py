@@ -120,12 +120,9 @@ def test_the_end_mark_in_a_value_is_a_part_of_it():
 
 
 def test_more_end_marks_in_a_value_than_are_looked_at():
-  value = "</tool_call>" * 20
-  called = ("\nSo.", [("add", {"text": value})] * 2)
-  in_json = json.dumps({"name": "add", "arguments": {"text": value}})
-  in_json = f"<tool_call>{in_json}</tool_call>"
-  for form, call in (("qwen3_coder", qwen(text=value)), ("hermes", in_json)):
-    assert read(form, f"{call}\n{call}\nSo.") == called
+  call = qwen(text="</tool_call>" * 20)
+  called = ("\nSo.", [("add", {"text": "</tool_call>" * 20})] * 2)
+  assert read("qwen3_coder", f"{call}\n{call}\nSo.") == called
 
 
 def test_without_new_lines():

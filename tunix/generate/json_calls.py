@@ -19,8 +19,8 @@ from tunix.generate.answer_pieces import ToolCall, new_call_id
 Calls = list[tuple[str, Mapping[str, Any]]]
 
 # At most this many marks are looked at inside one text of a call, because each look
-# reads the call from its start. With more of them, a call of hermes, granite or
-# qwen3_coder is read at the end of the answer; one of another format stays text.
+# reads the call from its start. With more of them, a call of hermes, granite, harmony
+# or qwen3_coder is read at the end of the answer; one of another format stays text.
 _MOST_INSIDE = 16
 
 
