@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -136,19 +137,14 @@ def test_without_new_lines():
   assert read("qwen3_coder", text) == ("", [("add", {"text": " 7"})])
 
 
-@pytest.mark.parametrize(
-  "broken",
-  [
-    "<tool_call>\n<function=add>\n<parameter=text>\n7\n</function>\n</tool_call>",
-    qwen(text="7", count="8").replace("\n</parameter>", "", 1),
-    "<tool_call><function=add><parameter=text>7<parameter=count>8</parameter>"
-    "</function></tool_call>",
-  ],
-)
-def test_a_parameter_without_its_end_takes_in_nothing(broken):
-  assert read("qwen3_coder", broken) == (broken, [])
-  called = broken, [("add", {"count": 3})]
-  assert read("qwen3_coder", broken + "\n" + qwen(count=3)) == called
+@pytest.mark.parametrize("write", [qwen, glm], ids=["qwen3_coder", "glm4"])
+def test_a_parameter_without_its_end_takes_in_nothing(write):
+  form = {qwen: "qwen3_coder", glm: "glm4"}[write]
+  ends = {qwen: ["\n</parameter>"], glm: ["</arg_value>", "</arg_key>"]}[write]
+  for end, broken in itertools.product(ends, (write(text="7"), write(text="7", b="8"))):
+    for cut in (broken.replace(end, "", 1), broken.replace(end + "\n", "", 1)):
+      assert read(form, cut) == (cut, [])
+      assert read(form, f"{cut}\n{write(count=3)}") == (cut, [("add", {"count": 3})])
 
 
 def mark(words):

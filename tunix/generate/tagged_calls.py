@@ -53,7 +53,8 @@ _PARAMETER = re.compile(
 )
 _NAME = re.compile(r"\s*([^<>\s]+)\s*")
 _PAIR = re.compile(
-  r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+  r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_value>).)*?)</arg_value>\s*",
+  re.DOTALL,
 )
 # V3 writes "function", the name and a fenced block; V3.1 the name and the object.
 _DEEPSEEK_CALL = re.compile(
