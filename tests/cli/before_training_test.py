@@ -78,13 +78,19 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
   [
     ({}, None),
     ({"lora.rank": 4, "training.learning_rate": 2e-3}, None),
-    ({"training.learning_rate": 2e-3}, "0.002; usual in sft for all weights are 5e-6"),
+    (
+      {"training.learning_rate": 2e-3},
+      "0.002; expected for all weights in the job sft: 5e-6",
+    ),
     ({"job": "dpo", "lora.rank": 4}, None),
     (
       {"job": "dpo", "training.learning_rate": 1e-4},
-      "0.0001; usual in dpo for all wei",
+      "0.0001; expected for all weights in the job dpo: ",
     ),
-    ({"lora.rank": 4, "training.learning_rate": 1e-8}, "1e-08; usual in sft for adap"),
+    (
+      {"lora.rank": 4, "training.learning_rate": 1e-8},
+      "1e-08; expected for adapters in the job sft: ",
+    ),
     # A tiny model takes larger rates.
     ({"model.name": "tiny", "training.learning_rate": 4e-3}, None),
   ],

@@ -22,6 +22,7 @@ from tunix.cli.build import rewards
 from tunix.cli.jobs.table import JOBS
 from tunix.models import lora
 from tunix.rl import reward_fns
+from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils.mesh import create_mesh
 
 QUIET = {"progress_bar": False}
@@ -245,6 +246,15 @@ def test_keywords_are_keys_of_the_command(model, train_file):
 def test_wrong_calls_are_refused(model, train_file, keywords, error, text):
   with pytest.raises(error, match=text):
     tunix.sft(**{"model": model, "data": train_file} | keywords)
+
+
+def test_an_error_of_the_training_keeps_its_text(model, train_file, short, monkeypatch):
+  def train(*_):
+    raise ValueError("remat is busy")  # as a function of the user may say
+
+  monkeypatch.setattr(PeftTrainer, "train", train)
+  with pytest.raises(ValueError, match=r"^remat is busy$"):
+    tunix.sft(model=model, data=train_file, **short)
 
 
 def test_wrong_objects_are_refused(model, train_file):

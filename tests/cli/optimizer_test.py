@@ -266,7 +266,7 @@ def test_values_that_a_schedule_refuses():
     ({"optimizer__args__b1": "high"}, "optimizer adamw cannot be used with"),
     (
       {"optimizer__name": "sgd", "optimizer__decay_targets": "[kernel]"},
-      r"decay_targets is \['kernel'\] and optimizer sgd has no weight decay of a part",
+      r"decay_targets is \['kernel'\] and optimizer sgd cannot choose which",
     ),
     ({"optimizer__decay_targets": "[(]"}, r"decay_targets '\(' is no regular expr"),
   ],

@@ -461,9 +461,9 @@ def test_a_job_has_one_default_rate_for_each_kind_of_training(job, capsys):
     made = init._values(job, {"lora.rank": rank})
     assert made["training.learning_rate"] == rate.default
   # Help, pages and `tunix init` show one table.
-  assert f"Usual are {usual}." in " ".join(reference.describe_keys(job).split())
+  assert f"Usual rates: {usual}." in " ".join(reference.describe_keys(job).split())
   written = init.configuration(job, "x").replace("#", "")
-  assert f"Usual are {usual}." in " ".join(written.split())
+  assert f"Usual rates: {usual}." in " ".join(written.split())
   docs = runs.ROOT / "docs"
   row = f"| `training.learning_rate` | {usual}"
   assert row in (docs / "trainers" / f"{job}.md").read_text()

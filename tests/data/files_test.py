@@ -173,7 +173,7 @@ def test_rows_that_quotes_swallow_are_warned_of(tmp_path, caplog):
   rows = [f'"{i},b' if i % 90 == 5 else f"{i},b" for i in range(1000)]
   path.write_text("\n".join(["prompt,response", *rows]))
   assert len(open_file(path)) == 460
-  assert "546 of 1000 lines look like rows" in caplog.text
+  assert "546 of 1000 lines may be separate rows" in caplog.text
   assert "first in lines 7 to 97" in caplog.text
   caplog.clear()
   path.write_text('prompt,response\nq,"a, b\n\nc"\n"q, r","a\nb"\n')

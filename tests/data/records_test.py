@@ -139,6 +139,8 @@ def test_a_null_is_no_field_but_a_column_of_rewards():
   record = {"prompt": None, "prompts": "a", "response": None, "x": None}
   extra = {"response": None, "x": None}
   assert PROMPT_ROWS.read(record, "w") == ("prompt", "a", {}, extra, None)
+  with pytest.raises(ValueError, match=r"^w: found fields 'prompt' \(null\), 'x', exp"):
+    PROMPT_ROWS.read({"prompt": None, "x": 1}, "w")
   pair = {"chosen": [user("q"), model("x")], "rejected": [user("q"), model("y")]}
   assert read_pair(pair | {"prompt": None, "margin": None}, "w").prompt == [user("q")]
 

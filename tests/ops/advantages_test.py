@@ -114,6 +114,9 @@ def test_a_constant_does_not_matter_and_the_sum_is_zero(name):
 def test_jit_equals_eager_and_one_group_is_enough(name):
   fn = ADVANTAGES[name]
   close(jax.jit(fn)(REWARDS), fn(REWARDS))
+  host, where = np.asarray(REWARDS), REWARDS > 0.5
+  masked = jax.jit(lambda where: fn(host, where=where))
+  close(masked(where), fn(REWARDS, where=where))
   one = REWARDS[:1]
   if name in ("group_normalized", "group_centered", "leave_one_out"):
     close(fn(one), fn(REWARDS)[:1])

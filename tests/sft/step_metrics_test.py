@@ -74,6 +74,41 @@ def test_the_state_holds_every_dispatched_step():
   assert {"loss", "grad_norm"} <= names
 
 
+class _Sized:
+  """One batch, and a length that is a number or an error."""
+
+  def __init__(self, length):
+    self.length = length
+
+  def __iter__(self):
+    return iter("a")
+
+  def __len__(self):
+    if isinstance(self.length, int):
+      return self.length
+    raise self.length
+
+
+@pytest.mark.parametrize(
+  ("length", "total"),
+  [
+    (3, 3),
+    (2**31, 0),  # endless
+    (2**63 - 1, 0),
+    (2**63, 0),  # OverflowError of Python
+    (-1, 0),
+    (NotImplementedError(), 0),
+    (TypeError(), 0),
+  ],
+)
+def test_an_evaluation_needs_no_number_of_batches(monkeypatch, length, total):
+  _, report = reporter()
+  phases = []
+  monkeypatch.setattr(report, "phase", lambda *x: phases.append(x))
+  assert list(report.counted(_Sized(length), 5)) == ["a"]
+  assert phases == [("evaluating", 5, 0, total)]
+
+
 def test_eval_means_are_weighted():
   _, report = reporter()
   mean = lambda total, weight: WeightedSum(jnp.float32(total), jnp.float32(weight))

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from tunix.cli.build import loading
 from tunix.cli.commands import generate, serve
 from tunix.cli.settings import yaml_text
+from tunix.generate import tokenizer_files
 from tunix.rl.env.tools import search_tool
 from tunix.tinker.settings import read_keys
 from tunix.utils import text_files
@@ -35,10 +37,18 @@ def test_lines(text, lines):
     (read_keys, "ann tml-a\n", {"ann": "tml-a"}),
     (serve.read_key, "secret\n", "secret"),
     (yaml_text.read_file, f"a: {json.dumps(ODD)}\n", {"a": ODD}),
+    (loading._read_template, ODD, ODD),
+    (tokenizer_files._read_template, f"{ODD}\r\n", f"{ODD}\n"),
     (search_tool._read, f"{json.dumps(ODD, ensure_ascii=False)}\n", [ODD]),
   ],
 )
 def test_readers(tmp_path, read, text, value):
   file = tmp_path / "a.txt"
   file.write_bytes(("\ufeff" + text).encode())
-  assert read(file if read in (read_keys, search_tool._read) else str(file)) == value
+  name = file if read in (read_keys, search_tool._read) else str(file)
+  assert read(name) == value
+  file.write_bytes(b"\xff")
+  with pytest.raises(
+    ValueError, match=r"a\.txt is no (UTF-8 text|JSON) \('utf-8' codec"
+  ):
+    read(name)

@@ -10,8 +10,9 @@ from typing import Any
 
 
 def describe(record: Mapping[str, Any]) -> str:
-  """Returns the names of a record's fields, for error messages."""
-  return "fields " + ", ".join(map(repr, record)) if record else "no fields"
+  """Returns the names of a record's fields and which are null, for error messages."""
+  names = (f"{name!r}{' (null)' * (value is None)}" for name, value in record.items())
+  return "fields " + ", ".join(names) if record else "no fields"
 
 
 def check_mapping(record: Any, where: str, expected: str) -> None:

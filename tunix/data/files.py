@@ -225,9 +225,9 @@ class CsvRecords(FileRecords):
     count, total = sum(map(len, swallowed)), lines.last - header
     if count > total / 2:
       _log.warning(
-        "%s: %d of %d lines look like rows, but quotation marks join them with others, "
-        "first in lines %d to %d. If they are rows, remove these marks, or write their "
-        "cells in quotes with each mark in it doubled",
+        "%s: %d of %d lines may be separate rows, but quotation marks join them into "
+        "fewer rows, first in lines %d to %d. If they are separate rows, remove these "
+        "marks, or write their cells in quotes with each mark in it doubled",
         *(self.name, count, total, swallowed[0].start, swallowed[0].stop - 1),
       )
 

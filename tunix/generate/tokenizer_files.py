@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.utils import io
+from tunix.utils import io, text_files
 
 TOKEN_NAMES = (
   *("bos_token", "eos_token", "pad_token", "unk_token"),
@@ -165,10 +165,10 @@ def _read_chat_template(
   elif source is not None:
     named["default"] = _expect(file, "chat_template", source, str, "jinja source")
   for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
-    named[path.stem] = _read_text(path)
+    named[path.stem] = _read_template(path)
   default = folder / "chat_template.jinja"
   if default.is_file():
-    named["default"] = _read_text(default)
+    named["default"] = _read_template(default)
   return named["default"] if set(named) == {"default"} else named or None
 
 
@@ -190,13 +190,9 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def _read_text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8")
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f"{path} is no UTF-8 text ({error}); download or export the folder again"
-    ) from error
+def _read_template(path: pathlib.Path) -> str:
+  # Fingerprints of runs depend on the template, with line feeds at its line ends.
+  return text_files.read(path).replace("\r\n", "\n")
 
 
 def _expect(file: pathlib.Path, name: str, value: Any, kind: type, words: str) -> Any:

@@ -211,7 +211,9 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   """
   # NumPy arrays are subtracted in float64, before JAX rounds them to float32, in which
   # 1e8 and 1e8 + 1 are one number.
-  xp: Any = jnp if isinstance(rewards, jax.Array) else rewards.__array_namespace__()
+  # NumPy cannot read a mask that is traced.
+  on_device = isinstance(rewards, jax.Array) or isinstance(where, jax.core.Tracer)
+  xp: Any = jnp if on_device else rewards.__array_namespace__()
   valid = xp.ones(rewards.shape, bool) if where is None else where
   kept = keep(rewards, valid) if xp is jnp else xp.where(valid, xp.float64(rewards), 0)
   # The mean of equal numbers may differ from them by a rounding error. Dividing this

@@ -364,7 +364,8 @@ class PeftTrainer(BaseTrainer):
     if not (self._closed or self.is_finite):
       raise RuntimeError(
         f"a weight is not finite after step {self.train_steps}, and nothing is saved "
-        "from here on. Lower the learning rate, set training.max_grad_norm, or look at "
+        "from here on. Lower the learning rate, clip the gradient (in a command with "
+        "training.max_grad_norm, in Python with optax.clip_by_global_norm), or look at "
         "the batches and the loss of the last steps"
       )
 

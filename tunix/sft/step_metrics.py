@@ -170,7 +170,7 @@ class StepReporter:
 
   def counted(self, batches: Iterable[Any], step: int) -> Iterator[Any]:
     """Yields the batches of an evaluation, and shows their number on the bar."""
-    total = operator.length_hint(batches)
+    total = _number_of(batches)
     for number, batch in enumerate(batches):
       self.phase("evaluating", step, number, total)
       yield batch
@@ -348,6 +348,15 @@ class StepReporter:
     if self._bar is not None:
       self._bar.close()
       self._bar = None
+
+
+def _number_of(batches: Iterable[Any]) -> int:
+  """Returns the number of batches for the bar; 0 if it is unknown or endless."""
+  try:
+    number = operator.length_hint(batches)
+  except (NotImplementedError, OverflowError, ValueError):
+    return 0  # the bar alone needs the number
+  return number if number < 2**31 else 0  # libraries write sys.maxsize for endless
 
 
 def _mean_on_host(x: WeightedSum) -> float:

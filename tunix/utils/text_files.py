@@ -11,9 +11,15 @@ def read(path: str | os.PathLike[str]) -> str:
 
   Raises:
     OSError: the file cannot be read.
-    UnicodeDecodeError: the file is no UTF-8.
+    ValueError: the file is no UTF-8; names it.
   """
-  return pathlib.Path(path).expanduser().read_bytes().decode("utf-8-sig")
+  content = pathlib.Path(path).expanduser().read_bytes()
+  try:
+    return content.decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"{path} is no UTF-8 text ({error}). Save it as UTF-8, or name another file"
+    ) from error
 
 
 def lines(text: str) -> list[str]:

@@ -285,11 +285,8 @@ def _read_template(name: str) -> str:
     )
   try:
     return text_files.read(file)
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f"tokenizer.chat_template {name!r} is no UTF-8 text ({error}). Give a file of "
-      "jinja source"
-    ) from error
+  except ValueError as error:
+    raise ValueError(f"tokenizer.chat_template: {error}") from error
 
 
 def _with_options(sizes: Any, options: dict[str, Any]) -> Any:

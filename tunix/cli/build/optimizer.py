@@ -182,8 +182,8 @@ def _optimizer_of(
   if decay_targets is not None and decay_targets != _ALL:
     if mask is None:
       raise ValueError(
-        f"optimizer.decay_targets is {list(decay_targets)} and optimizer {name} has no "
-        "weight decay of a part of the parameters. Leave it out, or use adamw"
+        f"optimizer.decay_targets is {list(decay_targets)} and optimizer {name} "
+        "cannot choose which parameters decay. Leave it out, or use adamw"
       )
     args = {mask: functools.partial(_decays, decay_targets)} | args
   if name == "muon":

@@ -156,12 +156,12 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     mesh_lib.use_mesh(mesh),
     contextlib.ExitStack() as stack,
     launch.shared_failure(),
-    keys.naming(config),
   ):
     if (path := config.model.path) is not None and not objects.is_name(path):
       _say(f"loading the model {path} ...")
-    model = ModelLoader(config, mesh).model()
-    check_model(prepared, model)
+    with keys.naming(config):
+      model = ModelLoader(config, mesh).model()
+      check_model(prepared, model)
     if jax.process_index() == 0:
       _start(prepared, model, stack)
     _say(about.describe_run(prepared, model, keeps=keeps))
@@ -177,7 +177,9 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
       output_dir=folder.path if keeps else None,
       learning_rate=prepared.learning_rate,
     )
-    trainer = JOBS[config.job].build(loaded)
+    # Not around the training, whose errors are also those of the user's functions.
+    with keys.naming(config):
+      trainer = JOBS[config.job].build(loaded)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:

@@ -70,8 +70,8 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
   if not is_usual and (rate > 1 or _size(model) >= _LEAST_PARAMETERS):
     kind = "all weights" if config.lora is None else "adapters"
     yield (
-      f"note: training.learning_rate is {rate:g}; usual in {config.job} for {kind} are "
-      f"{usual}"
+      f"note: training.learning_rate is {rate:g}; expected for {kind} in the job "
+      f"{config.job}: {usual}"
     )
   if config.lora is not None and config.lora.rank > model.config.embed_dim:
     yield (

@@ -54,7 +54,7 @@ def rate_of(config: RunSettings) -> Rate:
 def describe(*jobs: str) -> str:
   """Returns the rates of jobs as a sentence; those of one job without its name."""
   if len(jobs) == 1:
-    return f"Usual are {RATES[jobs[0]]}."
+    return f"Usual rates: {RATES[jobs[0]]}."
   names: dict[Rates, list[str]] = {}
   for job in jobs:
     names.setdefault(RATES[job], []).append(job)

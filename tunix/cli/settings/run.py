@@ -97,8 +97,8 @@ class TokenizerSettings:
     messages: plain gives the chat template all messages in one form, which the server
       uses too: developer is the role system, arguments of tool calls are objects, or
       texts if the template joins texts, and a turn of tool calls without text has the
-      content that the template tests for. given changes nothing, as versions before
-      this key did. null: plain.
+      content that the template tests for. given passes messages unchanged, as older
+      versions did. null: plain.
   """
 
   path: str | None = setting(
@@ -123,8 +123,8 @@ class OptimizerSettings:
     name: a function of optax or optax.contrib that takes a learning rate. muon
       orthogonalises the matrices of each layer; all other parameters get Adam.
     args: its other arguments: {b2: 0.95, weight_decay: 0.1}.
-    decay_targets: parameters that weight decay moves, by the last parts of their names
-      or as regular expressions of them; [".*"]: all. null: matrices, embeddings and
+    decay_targets: parameters with weight decay: the last parts of their names, or
+      regular expressions for whole names; [".*"]: all. null: matrices, embeddings and
       adapters, but no norms, biases and other vectors.
   """
 

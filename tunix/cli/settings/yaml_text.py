@@ -30,11 +30,7 @@ def read_file(name: str) -> dict[str, Any]:
     what = "a pipe or a device" if path.exists() else "no such file"
     what = "a folder" if path.is_dir() else what
     raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
-  try:
-    text = text_files.read(path)
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{name} is no UTF-8 text: give a YAML file") from error
-  value = parse(text, name)
+  value = parse(text_files.read(path), name)
   if value is None:
     return {}
   if not isinstance(value, dict):

@@ -92,15 +92,15 @@ def _read(path: pathlib.Path) -> list[Any]:
   """Returns the documents of a file of JSON lines.
 
   Raises:
-    ValueError: a line is no JSON.
+    ValueError: a line is no JSON in UTF-8.
   """
   documents = []
-  with path.open(encoding="utf-8-sig") as file:
+  with path.open("rb") as file:
     for number, line in enumerate(file, start=1):
       if not line.strip():
         continue
       try:
-        documents.append(json.loads(line))
+        documents.append(json.loads(line.decode("utf-8-sig")))
       except ValueError as error:
         raise ValueError(
           f"line {number} of {path} is no JSON ({error}); expected one document a line"
