@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tunix.cli import config as config_lib
-from tunix.cli.settings import spelling
+from tunix.cli.settings import spelling, yaml_text
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_backends
 
@@ -277,3 +277,12 @@ def test_no_such_file(tmp_path):
     load(tmp_path / "none.yaml")
   with pytest.raises(FileNotFoundError, match="a folder"):
     load(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "text", ["1e-4", ".5e3", "5", "010", "no", "null", "a: b", "out #1", "", "a\nb"]
+)
+def test_texts_are_written_as_texts(text):
+  for write in yaml_text.inline, yaml_text.lines:
+    assert yaml_text.parse(write(text), "here") == text
+  assert yaml_text.inline([5, 1.0, True, None]) == "[5, 1.0, true, null]"

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from tests.cli import runs
+from tunix.cli.commands import init
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import from_trl, keys
 
@@ -32,6 +33,11 @@ def translate(job, **options):
     ("sft", {"gradient_accumulation_steps": 4}, {"micro_batch_size": 8}),
     ("sft", {"load_in_4bit": True, "bf16": True}, {"dtype": "bfloat16"}),
     ("dpo", {"beta": 0.2, "loss_type": ["ipo"]}, {"beta": 0.2, "loss": "ipo"}),
+    ("orpo", {"beta": 0.2}, {"lambda_orpo": 0.2}),
+    ("sft", {"max_steps": None, "num_train_epochs": 2.0}, {"num_epochs": 2}),
+    ("sft", {"per_device_train_batch_size": None}, {"global_batch_size": 8}),
+    ("grpo", {"num_generations": 0, "loss_type": None}, {"num_generations": 8}),
+    ("grpo", {"shuffle_dataset": False}, {"shuffle": False}),
   ],
 )
 def test_options_become_keys(job, options, want):
@@ -45,6 +51,45 @@ def test_every_key_of_the_table_exists():
   known = set().union(*KEYS.values())
   others = {f"optimizer.args.{name}" for name in ("weight_decay", "b1", "b2", "eps")}
   assert set(from_trl._SAME.values()) - others <= known
+
+
+@pytest.mark.parametrize(
+  ("job", "option", "part"),
+  [
+    ("sft", {"report_to": ["wandb", "trackio"]}, "no counterpart of trackio"),
+    ("sft", {"assistant_only_loss": False}, "TRL trains all turns"),
+    ("sft", {"completion_only_loss": False}, "completions and never their prompts"),
+    ("sft", {"max_steps": "many"}, "'many' is no whole number of at least -1"),
+    ("sft", {"gradient_accumulation_steps": 0}, "0 is no whole number of at least 1"),
+    ("grpo", {"scale_rewards": ["group"]}, "no counterpart of ['group']"),
+    ("grpo", {"loss_type": ["dapo", "grpo"]}, "no counterpart of ['dapo', 'grpo']"),
+    # Values that our keys do not take.
+    ("sft", {"eval_steps": 0.1}, "training.eval_every_n_steps is the number 0.1"),
+    ("sft", {"num_train_epochs": 0.5}, "data.num_epochs is the number 0.5"),
+    ("grpo", {"top_k": -1}, "rollout.top_k is -1"),
+    ("grpo", {"reward_weights": [1.0, 0.5]}, "reward.weights has 2 numbers"),
+    ("grpo", {"temperature": "hot", "top_k": 5}, "rollout.temperature is the text"),
+  ],
+)
+def test_values_without_a_counterpart_are_named(job, option, part, tmp_path):
+  file = tmp_path / "trl.yaml"
+  file.write_text(yaml.safe_dump(option))
+  values, left = init._of_trl(job, str(file), {})
+  assert part in left[next(iter(option))]
+  init._values(job, values)
+
+
+def test_texts_of_the_file_stay_texts_and_typed_keys_win(tmp_path):
+  file = tmp_path / "trl.yaml"
+  file.write_text(yaml.safe_dump(texts := {"output_dir": "out #1", "run_name": "a: b"}))
+  values, _ = init._of_trl("sft", str(file), {})
+  found = init._values("sft", values, {"data.train": "{x}.jsonl"})
+  assert [found["output_dir"], found["logging.run_name"]] == list(texts.values())
+  file.write_text("reward_weights: [1.0, 0.5]")
+  typed = {"reward.functions": "[exact_match, exact_match]"}
+  assert "reward_weights" not in init._of_trl("grpo", str(file), typed)[1]
+  with pytest.raises(ValueError, match="top_k is 0"):
+    init._of_trl("grpo", str(file), {"rollout.top_k": "0"})
 
 
 def test_what_has_no_counterpart_is_named(tmp_path, capsys):

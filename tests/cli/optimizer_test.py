@@ -1,5 +1,6 @@
 """Optimizers and schedules by name, with what they need filled in."""
 
+import functools
 import pathlib
 
 import jax
@@ -119,8 +120,8 @@ def moved_by_decay(grads=SHAPES, **keys):
   tx = optimizer.build_optimizer(settled, 1.0)
   (found, _) = updates(tx, jax.tree.map(jnp.zeros_like, grads))
   moved = {name for name, x in tree.flatten(found).items() if np.any(x)}
-  _, told = optimizer.decay_of(settled, tree.flatten(grads))
-  assert set(told) == moved
+  told = optimizer.decay_of(settled, tree.flatten(grads))
+  assert set().union(*told.values()) == moved
   return moved
 
 
@@ -142,7 +143,7 @@ def test_every_parameter_of_every_family_is_a_matrix_or_not():
     folder = pathlib.Path("tests/golden") / name
     model = automodel.of_shapes(automodel.config_of_folder(folder), mesh)
     params = tree.flatten(nnx.state(model, nnx.Param))
-    _, moved = optimizer.decay_of(settled, params)
+    (moved,) = optimizer.decay_of(settled, params).values()
     for name, x in params.items():
       is_matrix = x.ndim - ("layers" in name.split(".")) > 1 and "bias" not in name
       assert is_matrix == (name in moved), name
@@ -156,6 +157,25 @@ def test_optimizers_without_a_choice_have_none():
   assert moved_by_decay(**former, optimizer__decay_targets="[.*]") == SHAPES.keys()
   args = {"optimizer__args__weight_decay_rate": 0.1}
   assert moved_by_decay(optimizer__name="adafactor", **args) == MATRICES.keys()
+
+
+def test_weight_decay_of_muon_and_of_its_adam_part():
+  moved = functools.partial(moved_by_decay, optimizer__name="muon")
+  kernel, adapter = "layers.attn.q_proj.kernel", "layers.attn.q_proj.lora_a"
+  both = {"optimizer__args__weight_decay": 0.1}
+  assert moved(**both) == {kernel, adapter}
+  assert moved(**both, optimizer__decay_targets="[kernel]") == {kernel}
+  adam = {"optimizer__args__adam_weight_decay": 0.2}
+  every = {"optimizer__decay_targets": "[.*]"}
+  assert moved(**adam, **every) == SHAPES.keys() - {kernel, adapter}
+  assert moved(**both, **adam, **every) == SHAPES.keys()
+  with pytest.raises(ValueError, match=r"adam_weight_decay is 0.2 and .*to \['.*'\]"):
+    moved(**adam)
+
+
+def test_an_empty_list_of_targets_decays_nothing():
+  settled = settle_values(config(optimizer__decay_targets="[]"), 10)
+  assert optimizer.decay_of(settled, SHAPES) == {1e-4: []}
 
 
 def test_a_target_that_matches_nothing_is_named():

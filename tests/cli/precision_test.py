@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from tests.cli import runs
@@ -149,3 +150,36 @@ def test_small_updates_are_kept_and_the_folder_stays_bfloat16(half, settings, ca
     old = np.asarray(before[name].map(), np.float32)
     changed = max(changed, float(np.mean(tensor.map() != old)))
   assert changed > 0.9
+
+
+@pytest.mark.parametrize(
+  ("keys", "adds"),
+  [
+    ({"tokenizer__messages": "given"}, None),
+    ({"tokenizer__add_bos": "false"}, None),
+    ({"tokenizer__add_bos": "true"}, True),
+    # A run that an older version began, which copied the files.
+    (
+      {
+        "tokenizer__add_bos": "true",
+        "tokenizer__messages": "given",
+        "optimizer__decay_targets": "[.*]",
+      },
+      None,
+    ),
+  ],
+)
+def test_exports_copy_the_tokenizer_that_no_setting_changes(
+  model, keys, adds, tmp_path
+):
+  folder = shutil.copytree(model, tmp_path / "model")
+  rust = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  rust.post_processor = tokenizers.processors.ByteLevel()  # as SmolLM2's: without BOS
+  rust.save(str(folder / "tokenizer.json"))
+  file = folder / "tokenizer_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "<s>"}))
+  config, loaded = built(model__path=folder, **keys)
+  build_export.export(config, loaded, "full", tmp_path / "out")
+  written = tmp_path / "out" / "tokenizer_config.json"
+  assert json.loads(written.read_text()).get("add_bos_token") == adds
+  assert (written.read_bytes() == file.read_bytes()) == (adds is None)

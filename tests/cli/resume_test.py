@@ -189,6 +189,8 @@ def test_a_scan_is_done_again_for_another_place_or_a_damaged_file(
     {"data__chat": "true"},
     {"data__template_args": "{mark: 1}"},
     {"data__scan_limit": 3},
+    {"tokenizer__add_bos": "true"},
+    {"tokenizer__messages": "given"},
   ],
 )
 def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):

@@ -4,6 +4,7 @@ reference and schema say what the dataclasses say."""
 import dataclasses
 import json
 import pathlib
+import re
 import typing
 
 import jsonschema
@@ -16,7 +17,7 @@ from tunix.cli.build import training
 from tunix.cli.commands import init
 from tunix.cli.jobs import rl
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run import folder as run_folder
+from tunix.cli.run import former as former_lib
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle_values
 from tunix.cli.settings import keys, rates, reference, spelling, yaml_text
@@ -457,7 +458,7 @@ def test_a_job_has_one_default_rate_for_each_kind_of_training(job, capsys):
     assert rate.low <= rate.default <= rate.high
     settled = settle_values(config_lib.load([f"--job={job}", *words]), 10)
     assert settled.training.learning_rate == rate.default
-  for rank, rate in ("8", usual.adapters), ("null", usual.whole):
+  for rank, rate in (8, usual.adapters), (None, usual.whole):
     made = init._values(job, {"lora.rank": rank})
     assert made["training.learning_rate"] == rate.default
   # Help, pages and `tunix init` show one table.
@@ -514,27 +515,50 @@ def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
   load = lambda *more: config_lib.load([*words, *more])
   before = load("--algorithm.num_generations=2", "--training.learning_rate=2e-4")
   written = keys.as_plain(settle_values(before, 10))
-  del written["optimizer"]["decay_targets"]
-  former = run_folder._with_former(load(), written)
+  del written["optimizer"]["decay_targets"], written["tokenizer"]
+  former = former_lib.restore(load(), written)
   assert former.algorithm.num_generations == 2
   assert former.training.learning_rate == 2e-4
   assert former.optimizer.decay_targets == (".*",)
   written["algorithm"]["num_generations"] = None  # as older versions wrote it
-  assert run_folder._with_former(load(), written).algorithm.num_generations == 2
+  assert former_lib.restore(load(), written).algorithm.num_generations == 2
   schedule = "--schedule.name=cosine_decay_schedule"
-  former = run_folder._with_former(load(schedule), written)
+  former = former_lib.restore(load(schedule), written)
   assert settle_values(former, 10).schedule.args["init_value"] == 2e-4
   # The first start of this version writes them down, and the second keeps them.
   written = keys.as_plain(settle_values(former, 10))
-  assert run_folder._with_former(load(schedule), written) == former
+  assert former_lib.restore(load(schedule), written) == former
   # Values that are given, and folders of today, stay as they are.
   given = load(schedule, "--schedule.args.init_value=0.5")
-  assert settle_values(run_folder._with_former(given, written), 9).schedule.args == {
+  assert settle_values(former_lib.restore(given, written), 9).schedule.args == {
     "init_value": 0.5,
     "decay_steps": 9,
   }
-  now = keys.as_plain(settle_values(load(), 10))
-  assert run_folder._with_former(load(), now) == load()
+  for values in (
+    (),
+    ("--algorithm.num_generations=2", "--training.learning_rate=2e-4"),
+    ("--optimizer.decay_targets=[.*]", "--tokenizer.messages=given"),
+  ):
+    now = keys.as_plain(settle_values(load(*values), 10))
+    assert former_lib.restore(load(), now) == load()
+
+
+def test_a_folder_of_today_refuses_a_former_default_and_an_old_one_says_it(
+  tmp_path, caplog
+):
+  folder, words = RunFolder(tmp_path), ["--job=grpo", "--lora.rank=2"]
+  given = config_lib.load([*words, "--algorithm.num_generations=2"])
+  (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+  folder.start(settle_values(given, 10), {}, {})
+  now = folder.with_former(config_lib.load([*words, "--algorithm.num_generations=8"]))
+  with pytest.raises(ValueError, match="num_generations was 2 and is 8"):
+    folder.check_resume(settle_values(now, 10), {})
+  assert not caplog.text
+  old = yaml.safe_load(folder.config_file.read_text())
+  del old["optimizer"]["decay_targets"]
+  folder.config_file.write_text(yaml.safe_dump(old))
+  folder.with_former(now)
+  assert re.search("older version and .*algorithm.num_generations=2", caplog.text)
 
 
 def test_base_config_is_what_the_dataclasses_say():

@@ -15,6 +15,16 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 QWEN3 = toys_text.chat_tokenizer("qwen3")
 EMPTY = "<think>\n\n</think>\n\n"
+# Trains the text of an answer, and not its end.
+BLOCKS = TokenizerAdapter(
+  raw_tokenizer(),
+  chat_template="{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}<think>"
+  "{{ m.reasoning }}</think>{% endif %}{% if m.role == 'assistant' %}{% generation %}"
+  "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>"
+  "{% endfor %}{% if add_generation_prompt %}<assistant><think></think>{% endif %}",
+  bos_token="<s>",
+  eos_token="</s>",
+)
 # Has other marks, and prints the content as it is.
 MISTRAL = TokenizerAdapter(
   raw_tokenizer(),
@@ -40,12 +50,14 @@ THOUGHTS = [
 CALLS = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 
 
-def source(record, tokenizer=QWEN3, kind=SFT, treatment: Any = "error", on=False):
+def source(
+  record, tokenizer=QWEN3, kind=SFT, treatment: Any = "error", on=False, others=()
+):
   layout = OneRow(max_length=200)
   if kind is not SFT:
     layout = SideBySide(max_prompt_length=100, max_completion_length=100)
   return Source(
-    records=[record],
+    records=[record, *others],
     kind=kind,
     tokenizer=tokenizer,
     layout=layout,
@@ -88,6 +100,39 @@ def test_reasoning_that_no_sample_has(message):
     assert "hm" in trained(kept)[0] and scan(kept).stripped == 0
     on = source(record, kind=kind, on=True)
     assert "hm" in trained(on)[0] and scan(on).stripped == 0
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    answer("<think>\nhm"),
+    answer("<think>hm</think>"),
+    answer("hm</think>\n"),
+    answer("", reasoning="hm"),
+  ],
+)
+@pytest.mark.parametrize("tokenizer", [QWEN3, BLOCKS])
+def test_nothing_but_reasoning_is_an_empty_answer(message, tokenizer):
+  kept = {"messages": [ASK, answer(reasoning_content="hm"), ASK, answer()]}
+  record = {"messages": [ASK, message]}
+  made = source(record, tokenizer, treatment="strip", others=[kept])
+  report = scan(made)
+  assert (report.kept, report.empty) == (1, 1)
+  assert "1 with an empty completion left out" in str(report)
+  assert made.element(0) is None
+  with pytest.raises(
+    ValueError, match="all 1 scanned records are nothing but reasoning, or"
+  ):
+    scan(source(record, tokenizer, treatment="strip"))
+  pair = {"prompt": [ASK], "chosen": [answer()], "rejected": [message]}
+  with pytest.raises(ValueError, match='record 0: "rejected" is empty'):
+    scan(source(pair, tokenizer, kind=PAIRS, treatment="strip"))
+
+
+def test_calls_after_reasoning_are_an_answer():
+  record = {"messages": [ASK, answer("", reasoning_content="hm") | CALLS]}
+  report = scan(source(record, treatment="strip"))
+  assert (report.kept, report.stripped) == (1, 1)
 
 
 def test_other_marks():

@@ -104,6 +104,22 @@ def test_rounding_errors_are_no_signal(name, values, is_noise):
   )
 
 
+@pytest.mark.parametrize(
+  ("values", "constant"),
+  [
+    ((0.5, 0.5), 0.5),
+    ((0.5, 0.25), None),
+    ((0.5,), None),
+    ((0.5, 0.5, float("nan")), None),  # a chart shows how many are not finite
+  ],
+)
+def test_the_only_value_of_a_chart(values, constant):
+  curves = Curves(by_name={"loss": {"train": curve(*values)}})
+  assert (
+    chart.constant(chart.data(Measure("loss", "Loss"), {"run": curves})) == constant
+  )
+
+
 def test_extremes_of_rewards_come_last_and_are_no_band():
   names = ["rewards/score/max", "rewards/score/min", "rewards/z", "rewards/score/mean"]
   charts = measures.arrange(names)["Rewards"]

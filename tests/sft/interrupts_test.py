@@ -1,11 +1,14 @@
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from tunix.sft import interrupts
 from tunix.sft.interrupts import DeferredSignals, Stopped
 
 
@@ -99,6 +102,28 @@ def test_a_line_is_written_at_once(capfd):
   assert capfd.readouterr().err == (
     "tunix: stopping after this step; press Ctrl-C again to end now\n"
   )
+
+
+def closed():
+  stream = io.StringIO()
+  stream.close()
+  return stream
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO(), None, closed()])
+def test_equal_signals_that_python_joins_act_as_two(heard, stderr, monkeypatch):
+  monkeypatch.setattr(sys, "stderr", stderr)
+  monkeypatch.setattr(interrupts, "_GRACE", 0.02)
+  monkeypatch.setattr(os, "_exit", lambda code: None)  # of a machine under load
+  with pytest.raises(Stopped), DeferredSignals() as signals:
+    os.kill(os.getpid(), signal.SIGINT)
+    # A second SIGINT without a call of the handler.
+    signals._watcher._writer.send(bytes([signal.SIGINT]))
+    deadline = time.monotonic() + 5
+    while not heard and time.monotonic() < deadline:
+      time.sleep(0.01)
+    assert heard == [signal.SIGINT]
+    raise Stopped(signals.pending, "answered")
 
 
 BUSY = """

@@ -36,7 +36,7 @@ class Rendered(NamedTuple):
     masks: [C] each, 1 on tokens that are trained or scored. Turns of users and tools
       inside a completion are 0: the model sees them as context.
     extra: further fields of the record, see `tunix.data.records.Record`.
-    empty: names of completions without text.
+    empty: numbers of the completions without text; see `Source.fault`.
     is_stripped: reasoning was removed from a completion.
   """
 
@@ -44,7 +44,7 @@ class Rendered(NamedTuple):
   completions: tuple[np.ndarray, ...]
   masks: tuple[np.ndarray, ...]
   extra: Mapping[str, Any] = {}
-  empty: tuple[str, ...] = ()
+  empty: tuple[int, ...] = ()
   is_stripped: bool = False
 
   @property
@@ -275,9 +275,13 @@ def _chat(
     closing = [text for text in tokenizer.special_tokens() if text != bos]
     segments, needs_eos = spans.find_segments(visible, turns, apply, closing)
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
-  if not row.masks[0].any():
+  # Of such a turn at most the end would be trained.
+  is_empty = any(
+    visible[i] is not given[i] and records.is_empty([visible[i]]) for i in turns
+  )
+  if not row.masks[0].any() and not is_empty:
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  return row._replace(is_stripped=visible is not given)
+  return row._replace(is_stripped=visible is not given, empty=(0,) if is_empty else ())
 
 
 def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:

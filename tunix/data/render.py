@@ -63,7 +63,11 @@ def render_record(
   options["reasoning"] = reasoning
   texts = read.completions
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)
-  empty = tuple(name for name in texts if records.is_empty(texts[name]))
+  empty = tuple(
+    number
+    for number, text in enumerate(texts.values())
+    if records.is_empty(text) or number in rendered.empty
+  )
   return rendered._replace(extra=read.extra, empty=empty)
 
 
@@ -123,16 +127,19 @@ def tokenise(
     )
   # A loss compares completions of one prompt. If a template printed the prompt
   # differently for each completion, the loss would compare prompts too.
-  if any(not np.array_equal(row.prompt, rows[0].prompt) for row in rows[1:]):
+  # A completion without text may have no boundary, and is not trained.
+  prompts = [row.prompt for row in rows if not row.empty] or [rows[0].prompt]
+  if any(not np.array_equal(prompt, prompts[0]) for prompt in prompts):
     raise ValueError(f"{where}: {_why_prompts_differ(completions)}")
   # Templates may print text after the last trained token. This text is not part of the
   # answer and is cut off.
-  answers = [row for row in rows if row.masks[0].any()]  # none after a prompt alone
-  ends = [int(np.flatnonzero(row.masks[0])[-1]) + 1 for row in answers]
+  answers = rows if texts else []
+  ends = [int(np.max(np.flatnonzero(row.masks[0]) + 1, initial=0)) for row in answers]
   return Rendered(
-    rows[0].prompt,
+    prompts[0],
     tuple(row.completions[0][:end] for row, end in zip(answers, ends)),
     tuple(row.masks[0][:end] for row, end in zip(answers, ends)),
+    empty=tuple(number for number, row in enumerate(rows) if row.empty),
     is_stripped=any(row.is_stripped for row in rows),
   )
 

@@ -44,7 +44,9 @@ class Source:
       tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
     reasoning: treatment of trained turns that reason under a template that turns
-      reasoning off: "error", "strip" (trains the answer alone) or "keep".
+      reasoning off: "error", "strip" (trains the answer alone) or "keep". If "strip"
+      leaves nothing of an answer, it is an empty completion, and a record of
+      fine-tuning is left out.
   """
 
   records: Sequence[Mapping[str, Any]]
@@ -136,7 +138,7 @@ class Source:
     """
     fault, problem = None, ""
     if rendered.empty:
-      name = rendered.empty[0]
+      name = self.kind.completions[rendered.empty[0]]
       # Fine-tuning records have the field "response", or the answer is a message, so
       # the name of the completion may not be a field of the record.
       field = f'"{name}"' if name in self.records[index] else "the answer"
@@ -145,7 +147,8 @@ class Source:
       fault, problem = "equal", '"chosen" and "rejected" are equal'
       if not render.are_equal(rendered):
         problem += f" in their first {len(fitted.completions[0])} tokens"
-    if fault and self.unusable == "error":
+    # In fine-tuning only "strip" makes an answer empty, and leaves its record out.
+    if fault and self.unusable == "error" and self.kind is not SFT:
       raise ValueError(
         f"{self.where(index)}: {problem}, so that training on it has no effect; "
         'correct the record, or set unusable to "drop"'
@@ -171,4 +174,6 @@ class Source:
       scanned: number of records that were scanned; None for all.
     """
     which = f"{len(self)} records" if scanned is None else f"{scanned} scanned records"
-    return f"all {which} are {self.layout.why_dropped(self.kind.completions)}"
+    nothing = "nothing but reasoning, or " if self.reasoning == "strip" else ""
+    why = self.layout.why_dropped(self.kind.completions)
+    return f"all {which} are {nothing}{why}"

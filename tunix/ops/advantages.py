@@ -133,6 +133,8 @@ ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
   "batch_scaled": batch_scaled,
   **{"grpo": group_normalized, "drgrpo": group_centered, "rloo": leave_one_out},
 }
+# Estimators of `ADVANTAGES` that are 0 in a group with equal rewards.
+GROUPED = tuple(name for name in ADVANTAGES if name != "batch_normalized")
 
 
 def gae(

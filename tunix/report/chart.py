@@ -53,8 +53,14 @@ def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
 
 
 def constant(data: Mapping[str, Any]) -> float | None:
-  """Returns the only value of a chart's curves; None if they move or are one point."""
+  """Returns the only value of a chart's curves.
+
+  None if they move, are one point, or have values that are not finite, because only a
+  chart shows how many.
+  """
   lines = data["lines"]
+  if any(line["not_finite"] for line in lines):
+    return None
   curves = [line["points"] for line in lines]
   curves += [bound for line in lines for bound in line["band"] or ()]
   values = {value for points in curves for _, value in points}

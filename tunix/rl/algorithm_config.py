@@ -278,6 +278,12 @@ class AlgorithmConfig:
     """True if a step samples batches until it has enough of them."""
     return False
 
+  @property
+  def wastes_equal_groups(self) -> bool:
+    """True if a step takes groups with equal rewards although they teach nothing."""
+    is_grouped = self.advantage_estimator in advantages.GROUPED
+    return is_grouped and not self.collects_batches
+
   def for_staleness(self, staleness: int) -> Self:
     """Returns the config for rollouts that may be stale; see `safe_correction`.
 

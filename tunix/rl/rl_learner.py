@@ -18,7 +18,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -133,6 +133,10 @@ class RLLearner(BaseTrainer):
   def train_steps(self) -> int:
     """Updates of the actor."""
     return self.rl_cluster.actor_trainer.train_steps
+
+  @property
+  def _no_doubts(self) -> Collection[str]:
+    return () if self.algo_config.wastes_equal_groups else ("groups/all_equal",)
 
   # The extension points of an algorithm.
 

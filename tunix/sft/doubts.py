@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +32,10 @@ class _Sign(NamedTuple):
 _SIGNS = {
   "groups/all_equal": _Sign(
     _BATCHES,
-    lambda first, last, mean: mean >= 0.5,
+    lambda first, last, mean: min(mean, last) >= 0.5,
     "{mean:.0%} of the groups had equal rewards, which teach nothing; raise "
-    "algorithm.num_generations, set algorithm.name to dapo, or choose prompts that the "
-    "model solves sometimes",
+    "algorithm.num_generations, choose prompts that the model solves sometimes, or use "
+    "algorithm.dynamic_sampling of dapo",
   ),
   "completions/truncated": _Sign(
     _BATCHES,
@@ -45,14 +44,14 @@ _SIGNS = {
     "rollout.max_tokens_to_generate (in episodes episode.max_tokens)",
   ),
   "rewards/score/mean": _Sign(
-    _BATCHES,
+    _STEPS,  # the quarters of a few batches are one noisy value each
     lambda first, last, mean: first > 0 and last < first / 2,
     "the mean reward fell from {first:.3g} to {last:.3g}; lower "
     "training.learning_rate, or set algorithm.beta",
   ),
   "perplexity": _Sign(
     _STEPS,
-    lambda first, last, mean: math.log(last) > math.log(first) - 0.01,  # nats
+    lambda first, last, mean: last > 1.05 and last > 0.99 * first,  # 1: all is known
     "the perplexity did not fall: {first:.4g} in the first steps, {last:.4g} in the "
     "last ones; raise training.learning_rate, or look at the trained tokens with "
     "`tunix data show`",
@@ -66,18 +65,27 @@ _SIGNS = {
 }
 
 
-def found(logger: MetricsLogger, prefix: str) -> dict[str, str]:
+def found(
+  logger: MetricsLogger, prefix: str, without: Collection[str] = ()
+) -> dict[str, str]:
   """Returns a note for each sign in the training metrics, by the name of the metric.
+
+  A metric whose first values this process lacks, because the run was resumed, gives no
+  note: the notes compare the first values with the last ones.
 
   Args:
     logger: holds the metrics that this process has logged.
     prefix: prefix of the metrics.
+    without: metrics that are no sign in this run.
   """
   notes = {}
   for metric, sign in _SIGNS.items():
-    if not logger.metric_exists(prefix, metric, Mode.TRAIN):
+    key = (prefix, metric, Mode.TRAIN)
+    if metric in without or not logger.metric_exists(*key):
       continue
-    x = logger.get_metric_history(prefix, metric, Mode.TRAIN)
+    if not logger.is_complete(*key):
+      continue
+    x = logger.get_metric_history(*key)
     if len(x) < sign.least or not np.isfinite(x).all():
       continue
     quarter = len(x) // 4

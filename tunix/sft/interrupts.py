@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -66,6 +67,8 @@ class DeferredSignals:
 
   def _remember(self, signum: int, frame: FrameType | None) -> None:
     del frame
+    if self._watcher is not None:  # a signal may arrive within __enter__
+      self._watcher.has_recorded.set()
     if self.pending is None:
       self.pending = signum
       return
@@ -91,10 +94,12 @@ class _Watcher:
   it forgets the socket.
 
   Attributes:
+    has_recorded: set when Python has called the handler.
     has_acted: set when Python has delivered the second signal.
   """
 
   def __init__(self) -> None:
+    self.has_recorded = threading.Event()
     self.has_acted = threading.Event()
     self._reader, self._writer = socket.socketpair()
     self._writer.setblocking(False)
@@ -110,13 +115,20 @@ class _Watcher:
       if (signum := number[0]) not in _SIGNALS:
         continue
       if is_first:
-        again = "press Ctrl-C" if signum == signal.SIGINT else "send SIGTERM"
-        text = f"stopping after this step; {again} again to end now"
-        begin = "\n" if sys.stderr.isatty() else ""  # below the bar
-        print(f"{begin}tunix: {text}", file=sys.stderr, flush=True)
+        _announce(signum)
         is_first = False
-      elif not self.has_acted.wait(_GRACE):
+      elif not self._acts_on(signum):
         os._exit(128 + signum)
+
+  def _acts_on(self, signum: int) -> bool:
+    """Waits for the second signal's effect; returns False if the program is stuck."""
+    if not self.has_recorded.wait(_GRACE):
+      return False
+    if self.has_acted.wait(_GRACE / 2):
+      return True
+    # Python calls a handler once for equal signals that arrive before the call.
+    os.kill(os.getpid(), signum)
+    return self.has_acted.wait(_GRACE / 2)
 
   def close(self) -> None:
     signal.set_wakeup_fd(self._before)
@@ -124,6 +136,15 @@ class _Watcher:
     self._writer.close()
     self._thread.join()
     self._reader.close()
+
+
+def _announce(signum: int) -> None:
+  again = "press Ctrl-C" if signum == signal.SIGINT else "send SIGTERM"
+  text = f"stopping after this step; {again} again to end now"
+  # Standard error may be None, closed, or a pipe that nobody reads.
+  with contextlib.suppress(AttributeError, OSError, ValueError):
+    begin = "\n" if sys.stderr.isatty() else ""  # below the bar
+    print(f"{begin}tunix: {text}", file=sys.stderr, flush=True)
 
 
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

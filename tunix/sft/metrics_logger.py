@@ -208,6 +208,19 @@ class MetricsLogger:
     series = self._series(metrics_prefix, metric_name, mode)
     return np.array(series.values, dtype=np.float64)
 
+  def is_complete(
+    self, metrics_prefix: str, metric_name: str, mode: Mode | str
+  ) -> bool:
+    """Returns True if `get_metric_history` has all values of the run.
+
+    It lacks those before a checkpoint that this process has restored.
+
+    Raises:
+      ValueError: No value was logged under these names.
+    """
+    series = self._series(metrics_prefix, metric_name, mode)
+    return len(series.values) == series.count
+
   @property
   def history(self) -> History:
     """The values that this process logged, as a table; see `tunix.sft.history`."""

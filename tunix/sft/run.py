@@ -16,7 +16,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
@@ -94,6 +94,11 @@ class Work(Protocol):
   _cause_of_no_gradient: ClassVar[str] = (
     "the loss does not depend on the trained parameters, or it is constant"
   )
+
+  @property
+  def _no_doubts(self) -> Collection[str]:
+    """Metrics of `doubts` that are no sign in this run."""
+    return ()
 
   @property
   @abc.abstractmethod
@@ -325,7 +330,8 @@ class Run:
       )
 
   def _doubts(self) -> dict[str, str]:
-    return doubts.found(self._work.metrics_logger, self.config.metrics_prefix)
+    work, prefix = self._work, self.config.metrics_prefix
+    return doubts.found(work.metrics_logger, prefix, work._no_doubts)
 
   def _look_for_doubts(self) -> None:
     """Logs each sign that the run does not learn once, as soon as it is seen."""

@@ -267,7 +267,8 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
   limits = (settings, source.overlong, source.chat, source.template_args)
-  limits = (*limits, source.reasoning)
+  tokenizer = config.tokenizer
+  limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))

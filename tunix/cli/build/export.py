@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from tunix.cli.build import objects
 from tunix.cli.build.loading import ModelLoader
+from tunix.cli.run import former
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
 from tunix.models import (
   automodel,
@@ -50,11 +52,23 @@ def export(
     safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
   if jax.process_index() != 0:
     return
+  config = dataclasses.replace(config, tokenizer=_saved_settings(config))
   # A model without settings of the tokenizer has a copy of the tokenizer of `source`.
   if kind == "adapter" or config.tokenizer != TokenizerSettings():
     ModelLoader(config).tokenizer().save(folder)
   if config.export.checksums:
     file_sums.write(folder)
+
+
+def _saved_settings(config: RunSettings) -> TokenizerSettings:
+  """Returns the settings of the tokenizer that change its saved files."""
+  as_is = dataclasses.replace(config.tokenizer, messages=None, add_bos=None)
+  # Older versions put BOS before plain texts in training, and not into the files.
+  if not config.tokenizer.add_bos or former.has_all(config):
+    return as_is
+  files = dataclasses.replace(config, tokenizer=as_is)
+  adds_bos = ModelLoader(files).tokenizer().add_bos
+  return as_is if adds_bos else dataclasses.replace(as_is, add_bos=True)
 
 
 def export_dtype(config: RunSettings, model: Transformer) -> Any:

@@ -34,6 +34,7 @@ _DECAY_TARGETS = (*_MATRICES, "conv_kernel", "embedding")
 _ALL = (".*",)
 # Arguments of optax's optimizers: the decay, and the function that chooses what decays.
 _DECAYS = ("weight_decay", "weight_decay_rate")
+_ADAM_DECAY = "adam_weight_decay"  # of the parameters that Muon does not train
 _DECAY_MASKS = ("mask", "weight_decay_mask")
 
 
@@ -185,6 +186,13 @@ def _optimizer_of(
         f"optimizer.decay_targets is {list(decay_targets)} and optimizer {name} "
         "cannot choose which parameters decay. Leave it out, or use adamw"
       )
+    if args.get(_ADAM_DECAY):
+      raise ValueError(
+        f"optimizer.args.{_ADAM_DECAY} is {args[_ADAM_DECAY]} and "
+        f"optimizer.decay_targets is {list(decay_targets)}: the Adam part of {name} "
+        "cannot choose which parameters decay. Leave it out, or set "
+        "optimizer.decay_targets to ['.*']"
+      )
     args = {mask: functools.partial(_decays, decay_targets)} | args
   if name == "muon":
     args = {"muon_weight_dimension_numbers": muon_matrices} | args
@@ -214,8 +222,10 @@ def settle_decay(config: RunSettings) -> tuple[str, ...] | None:
   return _DECAY_TARGETS
 
 
-def decay_of(config: RunSettings, names: Iterable[str]) -> tuple[float, list[str]]:
-  """Returns the weight decay and the names of the parameters that it moves.
+def decay_of(config: RunSettings, names: Iterable[str]) -> dict[float, list[str]]:
+  """Returns the names of the parameters that decay, by their weight decay.
+
+  A weight decay of 0 is missing.
 
   Args:
     config: settled settings of the run.
@@ -225,10 +235,7 @@ def decay_of(config: RunSettings, names: Iterable[str]) -> tuple[float, list[str
     ValueError: a target that is no default matches no parameter.
   """
   settings, names = config.optimizer, list(names)
-  parameters = inspect.signature(_optimizers()[settings.name]).parameters
-  found = {x: parameters[x].default for x in _DECAYS if x in parameters}
-  value = next((settings.args.get(x, found[x]) for x in found), None) or 0.0
-  targets = settings.decay_targets or _ALL
+  targets = _ALL if settings.decay_targets is None else settings.decay_targets
   for target in targets:
     is_unused = not any(lora_modules.hits(target, name) for name in names)
     if is_unused and target not in _DECAY_TARGETS:
@@ -236,7 +243,17 @@ def decay_of(config: RunSettings, names: Iterable[str]) -> tuple[float, list[str
         f"optimizer.decay_targets has {target!r}, which matches no parameter; expected "
         f"last parts or regular expressions of names such as {names[0]}"
       )
-  return value, [x for x in names if value and _is_hit(x, targets)]
+  parameters = inspect.signature(_optimizers()[settings.name]).parameters
+  chosen = [name for name in names if _is_hit(name, targets)]
+  parts = {argument: chosen for argument in _DECAYS if argument in parameters}
+  if _ADAM_DECAY in parameters:
+    parts = {argument: list(filter(_is_matrix, chosen)) for argument in parts}
+    parts[_ADAM_DECAY] = [name for name in names if not _is_matrix(name)]
+  found: dict[float, list[str]] = {}
+  for argument, moved in parts.items():
+    if value := settings.args.get(argument, parameters[argument].default):
+      found.setdefault(value, []).extend(moved)
+  return found
 
 
 def _decay_mask(name: str) -> str | None:
@@ -296,11 +313,15 @@ def muon_matrices(params: Any) -> Any:
   """
 
   def axes(path: Any, _: Any) -> Any:
-    *parents, field = tree.path_name(path).split(".")
-    is_matrix = "layers" in parents and field in _MATRICES
+    is_matrix = _is_matrix(tree.path_name(path))
     return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
 
   return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _is_matrix(name: str) -> bool:
+  *parents, field = name.split(".")
+  return "layers" in parents and field in _MATRICES
 
 
 def _rehearse(tx: optax.GradientTransformation) -> None:

@@ -61,15 +61,16 @@ def main(argv: Sequence[str]) -> None:
       f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
   first, left = {**_FIRST, **JOBS[args.job].first_values}, {}
+  typed = dict(arguments.overrides)
   if args.from_trl is not None:
-    first, left = _of_trl(args.job, args.from_trl)
-  values = _values(args.job, first | dict(arguments.overrides))
+    first, left = _of_trl(args.job, args.from_trl, typed)
+  values = _values(args.job, first, typed)
   text = configuration(args.job, str(file), values, has_all=args.all)
   for name, advice in left.items():
     print(f"{args.from_trl}: {name}: {advice}")
   io.write_atomic(file, text.encode())
   next_step = f"`tunix train --dry-run --config {file}`"
-  given = set(dict(arguments.overrides)) | set(first if args.from_trl else ())
+  given = set(typed) | set(first if args.from_trl else ())
   if not {"model.path", "data.train"} <= given:
     next_step = f"set model.path and data.train, then {next_step}"
   print(f"wrote {file}: {next_step}")
@@ -95,23 +96,60 @@ def parser() -> Parser:
   return made
 
 
-def _of_trl(job: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _of_trl(
+  job: str, file: str, typed: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
   """Returns our keys for a file of TRL, and advice by option without a counterpart.
 
+  Args:
+    job: our job.
+    file: the file.
+    typed: texts of the command line by key; they override the file.
+
   Raises:
-    FileNotFoundError, ValueError: the file is missing, or no YAML mapping.
+    FileNotFoundError, ValueError: the file is missing, or no YAML mapping; or `typed`
+      is wrong.
   """
   known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
   found = from_trl.translate(job, yaml_text.read_file(file), known)
-  return dict(found.values), dict(found.left)
+  values, left = dict(found.values), dict(found.left)
+  while True:
+    try:
+      config_lib.load(_arguments(_texts(job, values, typed)))
+      return values, left
+    except ValueError as error:
+      # The error names a key that the user did not write.
+      key, _, problem = str(error).removeprefix("--").partition(": ")
+      if key in typed or key not in values:
+        raise
+      del values[key]
+      left[found.names[key]] = f"left out, because {problem}"
 
 
-def _values(job: str, given: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns keys with their values, checked as `tunix train` does."""
-  texts = {"job": job} | {
-    key: x if isinstance(x, str) else yaml_text.inline(x) for key, x in given.items()
-  }
-  load = lambda: config_lib.load([f"--{key}={text}" for key, text in texts.items()])
+def _texts(
+  job: str, given: Mapping[str, Any], typed: Mapping[str, str]
+) -> dict[str, str]:
+  """Returns keys with their values as texts of a command line."""
+  texts = {key: yaml_text.inline(value) for key, value in given.items()}
+  return {"job": job} | texts | dict(typed)
+
+
+def _arguments(texts: Mapping[str, str]) -> list[str]:
+  return [f"--{key}={text}" for key, text in texts.items()]
+
+
+def _values(
+  job: str, given: Mapping[str, Any], typed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+  """Returns keys with their values, checked as `tunix train` does.
+
+  Args:
+    job: name of the job.
+    given: values by key.
+    typed: texts of the command line by key, which override `given`.
+  """
+  texts = _texts(job, given, typed or {})
+  load = lambda: config_lib.load(_arguments(texts))
   config = load()
   if config.schedule.name is None and config.training.learning_rate is None:
     texts["training.learning_rate"] = rates.readable(rates.rate_of(config).default)

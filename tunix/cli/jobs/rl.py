@@ -17,7 +17,7 @@ from tunix.cli.settings.convert import Choice
 from tunix.data.records import PROMPTS
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
-from tunix.rl import algorithms
+from tunix.rl import algorithms, setup
 from tunix.rl.config import (
   ClusterConfig,
   PromptSizes,
@@ -207,11 +207,15 @@ def _length(config: RLRun) -> tuple[str, int]:
 
 
 def check(config: RLRun) -> None:
-  """Refuses batches of rollouts that memory cannot hold.
+  """Refuses a correction of filtered rollouts, and batches that memory cannot hold.
+
+  The settings themselves may have both, because older versions began such runs.
 
   Raises:
-    ValueError: gives the number of completions of a prompt that fit.
+    ValueError: gives the number of completions of a prompt that fit; or there are
+      filters and a correction.
   """
+  setup.check_support(config.rollout, config.algorithm, config.rl.staleness)
   _, length = _length(config)
   row = length * 12  # bytes of a row's ids, mask and log-probabilities, 4 each
   prompts, size = config.training.global_batch_size, config.algorithm.num_generations

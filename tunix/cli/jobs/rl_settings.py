@@ -175,7 +175,6 @@ class RLRun(RunSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    setup.check_support(self.rollout, self.algorithm, self.rl.staleness)
     if self.rl.reference is not None and not self.algorithm.beta:
       raise ValueError(
         f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "

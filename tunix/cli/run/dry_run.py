@@ -50,14 +50,17 @@ def describe_start(run: Prepared, model: Transformer) -> str:
 def _decay(config: RunSettings, trained: nnx.State) -> str:
   """Describes what weight decay moves, by the last parts of names."""
   names = tree.flatten(trained)
-  value, moved = optimizer.decay_of(config, names)
-  if not value:
+  decays = optimizer.decay_of(config, names)
+  if not decays:
     return ""
   fields = lambda names: ", ".join(sorted({".".join(x.split(".")[-2:]) for x in names}))
-  rest = fields(set(names) - set(moved))
-  return f"weight decay {value:g} moves {fields(moved) or 'nothing'}" + (
-    f", and not {rest}" if rest else ""
-  )
+  parts = [
+    f"weight decay {value:g} moves {fields(moved) or 'nothing'}"
+    for value, moved in decays.items()
+  ]
+  moved = set().union(*decays.values())
+  rest = fields(set(names) - moved) if moved else ""
+  return "; ".join(parts) + (f", and not {rest}" if rest else "")
 
 
 def _memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
@@ -12,28 +13,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import objects, optimizer
+from tunix.cli.build import objects
+from tunix.cli.run import former
 from tunix.cli.settings import keys, yaml_text
-from tunix.cli.settings.convert import plain
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel
 from tunix.utils import io
 
+_log = logging.getLogger(__name__)
+
 _HEADER = (
   "# Every key of this run as it was used; pass it to --config to run the same.\n"
 )
-
-# Keys that older versions did not have, with the values that stand for what they did.
-# A run whose config.yaml lacks such a key resumes with this value.
-_FORMER = {
-  "data.pad_to": "max_length",
-  "data.reasoning": "keep",
-  "optimizer.decay_targets": (".*",),
-  "tokenizer.add_bos": True,
-  "tokenizer.messages": "given",
-}
-# The former default of algorithm.num_generations, and the one of today.
-_FORMER_GENERATIONS = (2, 8)
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
@@ -166,7 +157,7 @@ class RunFolder:
       )
     name = str(self.config_file)
     written = _known(yaml_text.read_file(name))
-    config = _with_former(config_lib.from_layers([(name, written)]), written)
+    config = former.restore(config_lib.from_layers([(name, written)]), written)
     if config.lora is None or config.lora.modules_to_save is not None:
       return config
     # The folder is older than this key: then only adapters were trained.
@@ -177,11 +168,20 @@ class RunFolder:
     """Returns settings with the defaults that the run in the folder began with.
 
     They apply to keys that are null in `config`, if the version that began the run did
-    not have them. A folder without checkpoints changes nothing.
+    not have them. A warning lists them, because a value that is given and equals the
+    default of today is no exception. A folder without checkpoints changes nothing.
     """
     if not self.steps() or not self.config_file.is_file():
       return config
-    return _with_former(config, yaml_text.read_file(str(self.config_file)))
+    kept = former.restore(config, yaml_text.read_file(str(self.config_file)))
+    now, then = keys.flatten(config), keys.flatten(kept).items()
+    if text := ", ".join(f"{key}={x}" for key, x in then if now[key] != x):
+      _log.warning(
+        "%s was begun by an older version and keeps its defaults: %s. Use another "
+        "output_dir for other values",
+        *(self.path, text),
+      )
+    return kept
 
   def start(
     self,
@@ -315,39 +315,6 @@ def _changeable(config: RunSettings) -> set[str]:
   known = keys.of_config(config)
   free = [key for key, entry in known.items() if entry.facts.may_change]
   return {key for key in known for f in free if f"{key}.".startswith(f"{f}.")}
-
-
-def _with_former(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
-  """Returns settings with former defaults for keys that are not set.
-
-  They apply if the file lacks the key, or has the former default: a resumed run writes
-  it down.
-
-  Args:
-    config: the settings.
-    written: nested values of the config.yaml of a folder.
-  """
-  values = keys.flatten(config)
-
-  def before(dotted: str, default: Any) -> Any:
-    section, _, name = dotted.partition(".")
-    return (written.get(section) or {}).get(name, default)
-
-  for dotted, value in _FORMER.items():
-    is_null = dotted in values and values[dotted] is None
-    if is_null and before(dotted, value) in (value, plain(value)):
-      config = keys.with_value(config, dotted, value)
-  # Defaults that changed. Older versions wrote null for them, or their values.
-  rate = 1e-5 if config.lora is None else 2e-4
-  gives_rate = config.training.learning_rate is not None
-  gives_rate |= optimizer.peak_of(config) in config.schedule.args
-  if not gives_rate and before("training.learning_rate", None) in (None, rate):
-    config = keys.with_value(config, "training.learning_rate", rate)
-  former, now = _FORMER_GENERATIONS
-  is_now = values.get("algorithm.num_generations") == now
-  if is_now and before("algorithm.num_generations", None) in (None, former):
-    config = keys.with_value(config, "algorithm.num_generations", former)
-  return config
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

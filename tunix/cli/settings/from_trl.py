@@ -47,8 +47,8 @@ _SAME = {
   "reward_weights": "reward.weights",
 }
 _ADVANTAGES = {
-  **dict.fromkeys(("group", True), "group_normalized"),
-  **dict.fromkeys(("none", False), "group_centered"),
+  **dict.fromkeys(("group", "True"), "group_normalized"),
+  **dict.fromkeys(("none", "False"), "group_centered"),
   "batch": "batch_scaled",
 }
 _REDUCTIONS = {
@@ -57,10 +57,14 @@ _REDUCTIONS = {
   "dr_grpo": "sequence-mean-token-scale",
 }
 # Names that need no key: the value has no effect, or is what tunix does anyway.
-_NOT_NEEDED = {"bf16", "fp16", "use_peft", "dataset_train_split", "assistant_only_loss"}
+_NOT_NEEDED = {"bf16", "fp16", "use_peft", "dataset_train_split"}
+_NOT_NEEDED |= {"assistant_only_loss", "completion_only_loss"}
 # Values that ask for nothing, or for what tunix does anyway.
 _NOTHING = (False, 0, "no", "none", "main", "auto", "constant", -1, [])
 _BATCH = "per_device_train_batch_size", "gradient_accumulation_steps"
+# Whole numbers that a translation computes with, and their least values.
+_LEAST = {**dict.fromkeys((*_BATCH, "num_generations"), 1), "max_steps": -1}
+_BACKENDS = ("wandb", "tensorboard")
 # Defaults of TRL 1.16 that differ from ours.
 _DEFAULTS = {"num_train_epochs": 3, "weight_decay": 0.0, _BATCH[0]: 8, _BATCH[1]: 1}
 _LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
@@ -85,10 +89,12 @@ class Translation:
 
   Attributes:
     values: our keys with their values.
+    names: TRL's name for each key of `values`.
     left: TRL's names without a counterpart, each with a sentence about it.
   """
 
   values: Mapping[str, Any]
+  names: Mapping[str, str]
   left: Mapping[str, str]
 
 
@@ -103,18 +109,20 @@ def translate(
     known: dotted keys of the job.
   """
   values: dict[str, Any] = {}
-  left = {}
-  if options.get("lr_scheduler_type") != "constant":
-    left["lr_scheduler_type"] = (
-      "set schedule.name and schedule.args; TRL's default is linear, ours constant"
-    )
+  names: dict[str, str] = {}
+  options = {name: value for name, value in options.items() if value is not None}
+  left = _differences(job, options)
+  for name, least in _LEAST.items():
+    if name in options and (type(options[name]) is not int or options[name] < least):
+      value = options.pop(name)
+      left[name] = f"{value!r} is no whole number of at least {least}"
   has_lora = options.get("use_peft", "lora_r" in options)
   defaults = _DEFAULTS | _DEFAULTS_OF.get(job, {}) | (_LORA if has_lora else {})
   if options.get("max_steps", -1) > 0:
     del defaults["num_train_epochs"]
   given, options = options.keys(), defaults | dict(options)
   for name, value in options.items():
-    if name in _NOT_NEEDED or name in _BATCH or value is None:
+    if name in _NOT_NEEDED or name in _BATCH:
       continue
     special = _SPECIAL.get(name, lambda job, value, options: {})
     found = special(job, value, options)
@@ -123,6 +131,7 @@ def translate(
     is_key = lambda key: key in known or key.rpartition(".")[0] == "optimizer.args"
     found = {key: value for key, value in found.items() if is_key(key)}
     values |= found
+    names |= dict.fromkeys(found, name)
     if not found and name in given - left.keys() and value not in _NOTHING:
       is_ours = name in _SAME or name in _SPECIAL
       near = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else "no counterpart"
@@ -131,7 +140,33 @@ def translate(
     values = {k: v for k, v in values.items() if not k.startswith("lora.")}
   if options.get("bf16") or options.get("fp16"):
     values.setdefault("model.dtype", "bfloat16" if options.get("bf16") else "float16")
-  return Translation(values=values | _batch(job, options, left), left=left)
+  sizes = _batch(job, options, left)
+  names |= dict.fromkeys(sizes, _BATCH[0])
+  return Translation(values=values | sizes, names=names, left=left)
+
+
+def _differences(job: str, options: Mapping[str, Any]) -> dict[str, str]:
+  """Returns sentences about options whose default or part differs here."""
+  left = {}
+  if options.get("lr_scheduler_type") != "constant":
+    left["lr_scheduler_type"] = (
+      "set schedule.name and schedule.args; TRL's default is linear, ours constant"
+    )
+  if job == "sft" and not options.get("assistant_only_loss"):
+    left["assistant_only_loss"] = (
+      "of conversations, tunix trains the assistant's turns only, and TRL trains all "
+      "turns unless this is true"
+    )
+  if options.get("completion_only_loss") is False:
+    left["completion_only_loss"] = "tunix trains completions and never their prompts"
+  trackers = _several(options.get("report_to", "none"))
+  if others := [str(x) for x in trackers if x not in (*_BACKENDS, "none")]:
+    left["report_to"] = f"no counterpart of {', '.join(others)}"
+  return left
+
+
+def _several(value: Any) -> list[Any]:
+  return value if isinstance(value, list) else [value]
 
 
 def _batch(
@@ -139,9 +174,10 @@ def _batch(
 ) -> dict[str, int]:
   """Returns the batch sizes of one device; RL counts prompts, TRL completions."""
   rows, steps = options[_BATCH[0]], options[_BATCH[1]]
-  left[_BATCH[0]] = (
+  left.setdefault(
+    _BATCH[0],
     "this is for one device; multiply training.global_batch_size by the number of "
-    "devices"
+    "devices",
   )
   if job not in ("grpo", "ppo"):
     sizes = {"training.global_batch_size": rows * steps}
@@ -152,26 +188,25 @@ def _batch(
 
 def _loss(job: str, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
-    found = {"algorithm.loss_agg_mode": _REDUCTIONS.get(value)}
+    found = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
     return {key: value for key, value in found.items() if value is not None}
-  names = value if isinstance(value, list) else [value]
+  names = _several(value)
   return {"preference.loss": names[0]} if len(names) == 1 else {}
 
 
-def _section(name: str) -> Callable[..., dict[str, Any]]:
-  """Returns a translation to a key of `algorithm` in RL, else of `preference`."""
-  return lambda job, value, options: {
-    f"{'algorithm' if job in ('grpo', 'ppo') else 'preference'}.{name}": value
-  }
+_BETAS = {
+  **dict.fromkeys(("grpo", "ppo"), "algorithm.beta"),
+  "orpo": "preference.lambda_orpo",
+}
 
 
 # TRL's name -> function from (job, value, options) to our keys; {}: no counterpart.
 _SPECIAL: Mapping[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] = {
-  "beta": _section("beta"),
+  "beta": lambda job, value, options: {_BETAS.get(job, "preference.beta"): value},
   "loss_type": _loss,
   "scale_rewards": lambda job, value, options: (
-    {"algorithm.advantage_estimator": _ADVANTAGES[value]}
-    if value in _ADVANTAGES
+    {"algorithm.advantage_estimator": _ADVANTAGES[str(value)]}
+    if str(value) in _ADVANTAGES
     else {}
   ),
   "dataset_name": lambda job, value, options: {
@@ -183,8 +218,12 @@ _SPECIAL: Mapping[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] 
   "max_steps": lambda job, value, options: (
     {"training.max_steps": value} if value > 0 else {}
   ),
-  "num_train_epochs": lambda job, value, options: (
-    {"data.num_epochs": int(value)} if value == int(value) else {}
+  "num_train_epochs": lambda job, value, options: {
+    # TRL's type is float.
+    "data.num_epochs": int(value) if str(value).endswith(".0") else value
+  },
+  "shuffle_dataset": lambda job, value, options: (
+    {"data.shuffle": value} if job == "grpo" else {}
   ),
   "dtype": lambda job, value, options: (
     {"model.dtype": value} if value != "auto" else {}
@@ -203,8 +242,6 @@ _SPECIAL: Mapping[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] 
   ),
   "top_k": lambda job, value, options: {"rollout.top_k": value} if value else {},
   "report_to": lambda job, value, options: {
-    f"logging.{name}": True
-    for name in ([value] if isinstance(value, str) else value)
-    if name in ("wandb", "tensorboard")
+    f"logging.{name}": True for name in _several(value) if name in _BACKENDS
   },
 }

@@ -434,6 +434,11 @@ class StreamRun(RunSettings):
     return self.data.is_padded
 
   @property
+  def drops(self) -> bool:
+    """True if records may be left out."""
+    return super().drops or self.data.reasoning == "strip"
+
+  @property
   def pad_to(self) -> str:
     """The value of data.pad_to, with null resolved."""
     return self.data.pad_to or ("longest" if self.follows_lengths else "max_length")

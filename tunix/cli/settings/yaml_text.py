@@ -114,12 +114,13 @@ def _check_aliases(value: Any, origin: str) -> None:
 
 def lines(value: Any) -> str:
   """Returns a value as YAML with one line per key, in the order of the value."""
-  return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+  return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def inline(value: Any) -> str:
   """Returns a value as YAML on one line."""
-  text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+  options: dict[str, Any] = {"default_flow_style": True, "width": 10**6}
+  text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, **options)
   return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -143,6 +144,10 @@ class _Loader(yaml.SafeLoader):
     return super().construct_mapping(node, deep=deep)
 
 
+class _Dumper(yaml.SafeDumper):
+  """Writer that quotes texts such as 1e-4 too, which only YAML 1.2 reads as numbers."""
+
+
 _SCALARS = {
   "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
   "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -157,6 +162,11 @@ for _tag, (_pattern, _first) in _SCALARS.items():
   _Loader.add_implicit_resolver(
     f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
   )
+_Dumper.add_implicit_resolver(
+  "tag:yaml.org,2002:float",
+  re.compile(f"^(?:{_SCALARS['float'][0]})$"),
+  _SCALARS["float"][1],
+)
 _Loader.add_constructor(
   # YAML 1.1 would read 010 as eight.
   "tag:yaml.org,2002:int",

@@ -46,6 +46,11 @@ class GRPOConfig(AlgorithmConfig):
         "completions to compare"
       )
 
+  @property
+  def wastes_equal_groups(self) -> bool:
+    # Totals can be equal while the rewards of each function differ.
+    return super().wastes_equal_groups and not self.decoupled_rewards
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GSPOConfig(GRPOConfig):
