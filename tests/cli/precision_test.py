@@ -153,11 +153,12 @@ def test_small_updates_are_kept_and_the_folder_stays_bfloat16(half, settings, ca
 
 
 @pytest.mark.parametrize(
-  ("keys", "adds"),
+  ("keys", "own", "adds"),
   [
-    ({"tokenizer__messages": "given"}, None),
-    ({"tokenizer__add_bos": "false"}, None),
-    ({"tokenizer__add_bos": "true"}, True),
+    ({"tokenizer__messages": "given"}, None, None),
+    ({"tokenizer__add_bos": "false"}, None, None),
+    ({"tokenizer__add_bos": "false"}, True, False),
+    ({"tokenizer__add_bos": "true"}, None, True),
     # A run that an older version began, which copied the files.
     (
       {
@@ -166,18 +167,20 @@ def test_small_updates_are_kept_and_the_folder_stays_bfloat16(half, settings, ca
         "optimizer__decay_targets": "[.*]",
       },
       None,
+      None,
     ),
   ],
 )
 def test_exports_copy_the_tokenizer_that_no_setting_changes(
-  model, keys, adds, tmp_path
+  model, keys, own, adds, tmp_path
 ):
   folder = shutil.copytree(model, tmp_path / "model")
   rust = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
   rust.post_processor = tokenizers.processors.ByteLevel()  # as SmolLM2's: without BOS
   rust.save(str(folder / "tokenizer.json"))
   file = folder / "tokenizer_config.json"
-  file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "<s>"}))
+  fields = {"bos_token": "<s>", "add_bos_token": own}
+  file.write_text(json.dumps(json.loads(file.read_text()) | fields))
   config, loaded = built(model__path=folder, **keys)
   build_export.export(config, loaded, "full", tmp_path / "out")
   written = tmp_path / "out" / "tokenizer_config.json"

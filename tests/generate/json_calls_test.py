@@ -7,6 +7,8 @@ import pytest
 from tests.generate.tagged_calls_test import deepseek, mark
 from tests.generate.tool_calls_test import read
 from tunix.generate import tool_calls
+from tunix.generate.json_calls import json_calls, object_of
+from tunix.generate.marked_calls import MarkedReader, Marks
 
 # format -> a call, whose arguments replace "%s", and its end
 CALLS = [
@@ -45,6 +47,13 @@ def test_all_texts_of_json_are_read(form, call, end):
     )
 
 
+@pytest.mark.parametrize(("form", "call", "end"), [x for x in CALLS if x[2]])
+def test_more_end_marks_in_a_text_than_are_looked_at(form, call, end):
+  text = call % json.dumps({"a": end * 20}) + end
+  header = "<|start|>assistant " if form == "harmony" else ""
+  assert answer(form, text + header + text, 0) == ("", [{"a": end * 20}] * 2)
+
+
 @each_call
 def test_text_after_a_call_stays_text(form, call, end):
   said = '\n\nDone: {"b"}, and "more.'
@@ -70,3 +79,50 @@ def test_halves_of_surrogate_pairs_are_replaced(form, call, end):
   text = call % r'{"\ud83d": "\ude00 \ud83d\ude00"}' + end
   (made,) = read(tool_calls.tool_reader(form, ["add"]), text).calls
   assert json.loads(made.arguments.encode()) == {"\ufffd": "\ufffd \U0001f600"}
+
+
+HERMES = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+PROSE = [  # format, text with a mark that begins no call, a call
+  ("hermes", "I use <tool_call> tags.", HERMES),
+  ("hermes", '<tool_call>{"name": "add", "arguments"', HERMES),
+  ("mistral", '[TOOL_CALLS]add[ARGS]{"a": NaN}', "[TOOL_CALLS]add[ARGS]{}"),
+  ("granite", "<|tool_call|>s", '<|tool_call|>[{"name": "add"}]<|/tool_call|>'),
+  ("phi4_mini", "functools[{ or <|tool_call|>,", 'functools[{"name": "add"}]'),
+  ("olmo3", "I use <function_calls>.", "<function_calls>add()</function_calls>"),
+  ("smollm3_code", "<code>a = 1", "<code>print(add())</code>"),
+  ("deepseek_v3", mark("tool calls begin"), deepseek(f"add{mark('tool sep')}{{}}")),
+  ("gemma4", "I use <|tool_call>.", "<|tool_call>call:add{}<tool_call|>"),
+  ("glm4", "I use <tool_call> tags.", "<tool_call>add</tool_call>"),
+  ("qwen3_coder", "I use <function=add>.", "<tool_call><function=add></function>"),
+  ("qwen3_coder", "I use <tool_call>.", "<function=add></function></tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("form", "prose", "call"), PROSE)
+def test_a_mark_in_prose_hides_no_call_after_it(form, prose, call):
+  text = f"{prose}\n{call}"
+  for cut in (0, len(prose) // 2, len(prose), len(text) - 3):
+    assert answer(form, text, cut) == (prose, [{}])
+
+
+def test_a_mark_over_and_over_is_not_read_each_time():
+  bodies = []
+  reader = MarkedReader(Marks("<a>", None, bodies.append))
+  assert read(reader, "<a>b" * 4000).content == "<a>b" * 4000
+  assert len(bodies) < 200
+
+
+ARGUMENTS = [  # arguments, what they stand for
+  ('{"a": 1}', {"a": 1}),
+  ('{"a": "two\nlines"}', {"a": "two\nlines"}),
+  *(("", {}), (" ", {}), ("null", {}), (None, {}), ({"a": 1}, {"a": 1})),
+  *(('{"a": NaN}', None), ('{"a": 1e999}', None), ("[1]", None), ("{} {}", None)),
+  *(("oslo", None), ([1], None), (3, None), ('"{}"', None), ("[" * 99999, None)),
+]
+
+
+@pytest.mark.parametrize("given, wanted", ARGUMENTS, ids=range(len(ARGUMENTS)))
+def test_arguments_of_a_model_and_of_a_client_are_read_alike(given, wanted):
+  assert object_of(given) == wanted
+  made = json_calls(json.dumps({"name": "add", "arguments": given}) + "!")
+  assert made == (None if wanted is None else ([("add", wanted)], "!"))

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -113,9 +114,16 @@ def test_the_end_mark_in_a_value_is_a_part_of_it():
   mark = "</function_calls>"
   calls = f"<function_calls>add(text={mark!r})\nadd(){mark}"
   assert read("olmo3", calls) == ("", [("add", {"text": mark}), ("add", {})])
+  assert read("olmo3", calls.replace("'", '"""')) == read("olmo3", calls)
   mark = "<tool_call|>"
   calls = f'<|tool_call>call:add{{text:<|"|>{mark}<|"|>}}{mark}'
   assert read("gemma4", calls) == ("", [("add", {"text": mark})])
+
+
+def test_more_end_marks_in_a_value_than_are_looked_at():
+  call = qwen(text="</tool_call>" * 20)
+  called = ("\nSo.", [("add", {"text": "</tool_call>" * 20})] * 2)
+  assert read("qwen3_coder", f"{call}\n{call}\nSo.") == called
 
 
 def test_without_new_lines():
@@ -127,6 +135,16 @@ def test_without_new_lines():
     "<tool_call><function=add><parameter=text> 7</parameter></function></tool_call>"
   )
   assert read("qwen3_coder", text) == ("", [("add", {"text": " 7"})])
+
+
+@pytest.mark.parametrize("write", [qwen, glm], ids=["qwen3_coder", "glm4"])
+def test_a_parameter_without_its_end_takes_in_nothing(write):
+  form = {qwen: "qwen3_coder", glm: "glm4"}[write]
+  ends = {qwen: ["\n</parameter>"], glm: ["</arg_value>", "</arg_key>"]}[write]
+  for end, broken in itertools.product(ends, (write(text="7"), write(text="7", b="8"))):
+    for cut in (broken.replace(end, "", 1), broken.replace(end + "\n", "", 1)):
+      assert read(form, cut) == (cut, [])
+      assert read(form, f"{cut}\n{write(count=3)}") == (cut, [("add", {"count": 3})])
 
 
 def mark(words):

@@ -309,6 +309,11 @@ def test_plain_text_gets_bos_as_the_tokenizer_itself_gives_it(kind, follows, tmp
       assert adapter.tokenize("<s>hello", add_eos=False).tolist() == [1, *hello]
       row = chat.render({"text": "hello"}, TokenizerAdapter(adapter, eos_token="</s>"))
       assert row.tokens.tolist() == [*bos, *hello, 2]
+    for again in (False, True, False):  # a later folder forgets no choice
+      one = TokenizerAdapter(one, add_bos=again)
+      one.save(tmp_path / "saved")
+      one = TokenizerAdapter.from_pretrained(tmp_path / "saved")
+      assert one.add_bos == again
 
 
 @pytest.mark.parametrize("kind", ["adds", "adds none", "none"])

@@ -53,6 +53,10 @@ def test_hermes_calls():
   assert piece.content == "I add."
   assert calls(piece) == [("add", {"a": 1})] * 2
   assert len({call.id for call in piece.calls}) == 2
+  for between in ("\n", " ", ""):  # several calls between one pair of marks
+    together = f"{CALL}\n{CALL}".replace("\n</tool_call>\n<tool_call>\n", between)
+    assert calls(read(hermes_reader(), together)) == [("add", {"a": 1})] * 2
+    assert read(hermes_reader(), together).content == ""
   unclosed = read(hermes_reader(), CALL.removesuffix("</tool_call>"))
   assert calls(unclosed) == [("add", {"a": 1})]
 

@@ -66,6 +66,24 @@ def test_files_may_be_left_out_and_lines_must_be_checksums(tmp_path):
   file_sums.write(tmp_path)
   (tmp_path / "b").unlink()
   file_sums.check(tmp_path)
-  (tmp_path / file_sums.NAME).write_text("abc  a\n")
-  with pytest.raises(ValueError, match="line 1: found 'abc  a', expected 64"):
+  for line in ("abc  a", f"{'0' * 64}  /etc/hostname", f"{'0' * 64} *b/../../a"):
+    (tmp_path / file_sums.NAME).write_text(f"\ufeff\r\n{line}\r\n")
+    with pytest.raises(
+      ValueError, match=r"line 2: found .*, expected 64 .* this folder"
+    ):
+      file_sums.check(tmp_path)
+
+
+def test_the_list_itself_and_hidden_files_may_change(tmp_path):
+  (tmp_path / ".git").mkdir()
+  for name in ("a", ".git/index", file_sums.NAME):
+    (tmp_path / name).write_text(name)
+  file_sums.write(tmp_path)
+  listed = (tmp_path / file_sums.NAME).read_text()
+  assert listed.count("\n") == 1
+  # `sha256sum * > SHA256SUMS`, called again
+  (tmp_path / file_sums.NAME).write_text(f"{listed}{'0' * 64}  {file_sums.NAME}\n")
+  file_sums.check(tmp_path)
+  (tmp_path / "a").write_text("b")
+  with pytest.raises(ValueError, match="a is not the file that was written"):
     file_sums.check(tmp_path)

@@ -230,6 +230,11 @@ def test_loading_quantises(scan_layers, mesh_fsdp8):
   np.testing.assert_allclose(got(TOKENS)[0], want(TOKENS)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_two_methods_under_two_names_are_refused():
+  with pytest.raises(ValueError, match="quantize is 'nf4' and quantise is 'int8', exp"):
+    AutoModel.from_pretrained(GOLDEN, quantize="nf4", quantise="int8")
+
+
 def test_loading_holds_one_full_parameter(monkeypatch):
   live = []
   original = quantisation.quantise_kernel

@@ -1,7 +1,10 @@
+import types
+
 import pytest
 
 from tests.serve.fake_engine import FakeEngine, logprob
 from tests.serve.serving import error_of, server
+from tunix.serve.logprobs import Offsets
 
 PROMPT = [60, 61, 62, 63]
 
@@ -23,6 +26,22 @@ def test_log_probabilities_of_characters_in_several_tokens(rounds):
   assert whole["text"] == text and whole["logprobs"]["text_offset"] == offsets
   assert [x for part in parts for x in part["logprobs"]["text_offset"]] == offsets
   assert all(text.startswith(some) for some in before)
+
+
+@pytest.mark.parametrize(
+  "tokens, places",
+  [
+    ([b"\xe2", b"x", b"y"], [0, 1, 2]),
+    ([b"\xe2\x82", b"\xe2\x82", b"\xac!", b"x"], [0, 1, 1, 3]),
+    ([b"\xf0\x9f", b"", b"\x98\x80", b"\x80", b"x"], [0, 0, 0, 1, 2]),
+    ([b"a\xe2", b"\xff\xe2", b"xy", b"z"], [0, 2, 4, 6]),
+  ],
+)
+def test_places_of_broken_characters(tokens, places):
+  offsets = Offsets(types.SimpleNamespace(shown=tokens.__getitem__))
+  assert list(map(offsets.push, range(len(tokens)))) == places
+  text = b"".join(tokens).decode(errors="replace")
+  assert text[places[-1] :] == tokens[-1].decode()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ def test_tokenize_and_back(running):
   tokenizer = running.engine.tokenizer
   text = "<think> hello there"
   body = running.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
-  assert body["tokens"] == tokenizer.encode(text, add_special_tokens=True)
+  assert body["tokens"] == tokenizer.encode(text)
   assert body["count"] == len(body["tokens"]) and body["max_model_len"] == 256
   assert "".join(body["token_strs"]) == text
   back = running.post("/detokenize", {"tokens": body["tokens"]}).json()
@@ -38,15 +38,24 @@ def test_tokenize_and_back(running):
     error_of(running.post(path, bad), 400)
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one():
-  tokenizer = TokenizerAdapter(processed("adds"), bos_token="<s>", eos_token="</s>")
+@pytest.mark.parametrize(
+  "kind, add_bos",
+  [("adds", None), ("adds", False), ("adds none", True), ("none", None)],
+)
+def test_a_plain_prompt_begins_with_bos_as_in_training(kind, add_bos):
+  tokenizer = TokenizerAdapter(
+    processed(kind), bos_token="<s>", eos_token="</s>", add_bos=add_bos
+  )
+  bare = tokenizer.encode("hello")
   with server(FakeEngine(tokenizer)) as made:
-    for text in ("hello", "<s>hello"):
-      ids = tokenizer.tokenize("hello", add_eos=False).tolist()
-      assert made.post("/tokenize", {"prompt": text}).json()["tokens"] == ids
-      body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
+    for text, special in (("hello", True), ("<s>hello", True), ("hello", False)):
+      ids = tokenizer.tokenize(text, add_eos=False).tolist() if special else bare
+      body = {"prompt": text, "add_special_tokens": special}
+      assert made.post("/tokenize", body).json()["tokens"] == ids
+      body |= {"max_tokens": 1, "return_token_ids": True}
       (choice,) = made.post("/v1/completions", body).json()["choices"]
       assert choice["prompt_token_ids"] == ids
+    assert ids == bare
 
 
 def test_what_clients_ask_of_the_tokenizer(running):

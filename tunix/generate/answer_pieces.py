@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +70,3 @@ def held_back(text: str, tag: str) -> int:
 def new_call_id() -> str:
   """Returns a fresh id in the form of OpenAI's."""
   return f"call_{secrets.token_hex(12)}"
-
-
-def parsed_json(text: str) -> Any:
-  """Returns the JSON value of a text; None if it is none."""
-  try:
-    return json.loads(text)
-  except (ValueError, RecursionError):
-    return None

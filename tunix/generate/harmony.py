@@ -19,6 +19,7 @@ from tunix.generate.json_calls import (
   closing_mark,
   ends_in_text,
   json_object,
+  read_json,
   tool_call,
 )
 
@@ -60,7 +61,8 @@ class HarmonyReader:
   def end(self) -> Piece:
     piece = Piece()
     while not self._is_header and json_object(self._text) is None:
-      found = _CLOSING.search(self._text)  # a text without an end hides it from `push`
+      # A text without an end, or with many marks inside, hides the mark from `push`.
+      found = _CLOSING.search(self._text, self._value_end())
       if found is None:
         break
       piece += self._closed(found) + self.push("")
@@ -79,6 +81,13 @@ class HarmonyReader:
     """Returns the mark that closes a message; inside a text of a call it is text."""
     is_open = ends_in_text if self._name is not None else lambda text: False
     return closing_mark(_CLOSING.finditer(self._text), self._text, is_open, json_object)
+
+  def _value_end(self) -> int:
+    """Returns the place after the arguments of a call; 0 without any."""
+    try:
+      return len(self._text) - len(read_json(self._text)[1]) if self._name else 0
+    except ValueError:
+      return 0
 
   def _closed(self, found: re.Match[str]) -> Piece:
     """Returns the rest of the message before a mark, and keeps the text after it."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from tunix.generate.answer_pieces import ToolCall, new_call_id
 
 # (name, arguments) of each call
-Calls = list[tuple[str, dict[str, Any]]]
+Calls = list[tuple[str, Mapping[str, Any]]]
 
 # At most this many marks are looked at inside one text of a call, because each look
-# reads the call from its start.
+# reads the call from its start. With more of them, a call of hermes, granite, harmony
+# or qwen3_coder is read at the end of the answer; one of another format stays text.
 _MOST_INSIDE = 16
 
 
@@ -104,13 +105,11 @@ def json_calls(text: str) -> tuple[Calls, str] | None:
     return None
 
 
-def _named(value: Any) -> tuple[str, dict[str, Any]]:
+def _named(value: Any) -> tuple[str, Mapping[str, Any]]:
   if not isinstance(value, dict) or not isinstance(value.get("name"), str):
     raise ValueError("expected an object with the name of a tool")
-  arguments = value.get("arguments", value.get("parameters", {}))
-  if isinstance(arguments, str):
-    arguments = json_object(arguments)
-  if not isinstance(arguments, dict):
+  arguments = object_of(value.get("arguments", value.get("parameters")))
+  if arguments is None:
     raise ValueError("expected an object of arguments")
   return value["name"], arguments
 
@@ -122,6 +121,18 @@ def json_object(text: str) -> dict[str, Any] | None:
   except ValueError:
     return None
   return value if isinstance(value, dict) and not rest.strip() else None
+
+
+def object_of(arguments: Any) -> Mapping[str, Any] | None:
+  """Returns the arguments of a call as an object; None if they are not one.
+
+  Blank text and null stand for no arguments.
+  """
+  if isinstance(arguments, str) and arguments.strip() not in ("", "null"):
+    return json_object(arguments)
+  if arguments is None or isinstance(arguments, str):
+    return {}
+  return arguments if isinstance(arguments, Mapping) else None
 
 
 def tool_call(

@@ -22,7 +22,7 @@ import ast
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tunix.generate.answer_pieces import Piece, held_back, new_call_id
@@ -42,6 +42,9 @@ GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
 PHI_TOOLS_END, PHI_CALLS = "<|/tool|>", "functools[{"
 OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
 CODE, CODE_END = "<code>", "</code>"
+# Unreadable blocks of an answer that are searched for a call inside. Each search reads
+# the rest of the answer, which may be one mark over and over.
+_MOST_SEARCHED = 100
 # Values of JSON, which templates print among arguments in Python's syntax.
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -70,7 +73,7 @@ class MarkedReader:
   """Reads calls between marks. A block that cannot be read stays text."""
 
   def __init__(self, *marks: Marks):
-    self._marks, self._text = marks, ""
+    self._marks, self._text, self._searched = marks, "", 0
 
   def push(self, text: str) -> Piece:
     self._text += text
@@ -119,8 +122,15 @@ class MarkedReader:
     found, rest = marks.read(body) or ([], "")
     calls = [tool_call(name, arguments, marks.new_id) for name, arguments in found]
     if not calls or None in calls:
-      self._text = after
-      return Piece(content=f"{before}{marks.opening}{body}{close}")
+      # The mark may stand in prose or lack its end, and a call may begin after it.
+      starts = [at for x in self._marks if (at := body.find(x.opening)) >= 0]
+      self._searched += bool(starts)
+      is_searched = starts and self._searched <= _MOST_SEARCHED
+      kept = body[: min(starts)].rstrip() if is_searched else body + close
+      self._text = (body + close)[len(kept) :] + after
+      return Piece(content=f"{before}{marks.opening}{kept}")
+    if marks.closing and not close:  # behind more marks than were looked at
+      rest, close, after = rest.partition(marks.closing)
     if any(x.opening in rest for x in self._marks):  # no closing mark between calls
       rest += close
     self._text = (rest if rest.strip() else "") + after
@@ -129,7 +139,14 @@ class MarkedReader:
 
 def hermes_reader() -> MarkedReader:
   """Returns the reader of calls in JSON between <tool_call> tags."""
-  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, json_calls))
+
+  def read(body: str) -> tuple[Calls, str] | None:
+    calls: Calls = []
+    while found := json_calls(body):  # some models write several calls in a block
+      calls, body = calls + found[0], found[1]
+    return (calls, body) if calls else None
+
+  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
 
 
 def mistral_reader() -> MarkedReader:
@@ -188,7 +205,7 @@ def _ends_in_python_text(body: str) -> bool:
   try:
     ast.parse(body.strip())
   except SyntaxError as error:
-    return error.msg.startswith("unterminated string")
+    return error.msg.startswith("unterminated")
   except (ValueError, RecursionError, MemoryError):
     return False
   return False
@@ -217,7 +234,7 @@ def _printed(line: ast.stmt) -> ast.stmt:
   return line
 
 
-def _python_call(line: ast.stmt) -> tuple[str, dict[str, Any]]:
+def _python_call(line: ast.stmt) -> tuple[str, Mapping[str, Any]]:
   call = line.value if isinstance(line, ast.Expr) else None
   if not isinstance(call, ast.Call) or call.args:
     raise ValueError("expected name(argument=value, ...)")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix.generate import chat_template
-from tunix.generate.answer_pieces import parsed_json
+from tunix.generate.json_calls import object_of
 from tunix.generate.template_limits import ChatTemplateError
 
 Message = Mapping[str, Any]
@@ -52,18 +52,6 @@ def plain(message: Message) -> dict[str, Any]:
     texts = [part.get("text") or "" for part in message["content"]]
     message["content"] = "".join(texts)
   return message
-
-
-def object_of(arguments: Any) -> Mapping[str, Any] | None:
-  """Returns the arguments of a call as an object; None if they are not one.
-
-  Blank text and null stand for no arguments.
-  """
-  if arguments is None or str(arguments).strip() in ("", "null"):
-    return {}
-  if isinstance(arguments, str):
-    arguments = parsed_json(arguments)
-  return arguments if isinstance(arguments, Mapping) else None
 
 
 def is_parts_of_text(content: Any) -> bool:

@@ -46,12 +46,15 @@ DEEPSEEK_MARKS = (
 )
 
 _FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([^<>\s]+)>\s*"), "</function>"
+# A value holds no other opening tag: its closing tag is missing then, and it would
+# take in the next parameter or call.
 _PARAMETER = re.compile(
-  r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL
+  r"\s*<parameter=([^<>\s]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>\s*", re.DOTALL
 )
 _NAME = re.compile(r"\s*([^<>\s]+)\s*")
 _PAIR = re.compile(
-  r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+  r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_value>).)*?)</arg_value>\s*",
+  re.DOTALL,
 )
 # V3 writes "function", the name and a fenced block; V3.1 the name and the object.
 _DEEPSEEK_CALL = re.compile(
@@ -129,7 +132,7 @@ def _in_order(pattern: re.Pattern[str], text: str) -> tuple[list[re.Match[str]],
 
 def _call(
   name: str, texts: list[tuple[str, str]], tools: Collection[str]
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, Mapping[str, Any]]:
   """Returns a call; the schema of the tool says what its texts stand for."""
   schema = tools.get(name) if isinstance(tools, Mapping) else None
   own = _mapping(_mapping(schema).get("properties"))

@@ -143,7 +143,7 @@ class TokenizerAdapter:
   @functools.cached_property
   def add_bos(self) -> bool:
     """True if `tokenize` and rows of plain text begin with the BOS token."""
-    return self._backend.puts_first(self.bos_id()) is not False
+    return self._backend.begins_texts(self.bos_id())
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     """Returns the token ids of `text`.
@@ -402,9 +402,9 @@ class TokenizerAdapter:
       OSError: the folder cannot be written.
     """
     target = pathlib.Path(folder)
-    # The post-processor does not have what the caller added.
-    adds = self.add_bos and self._backend.puts_first(self.bos_id()) is False
-    fields = {"add_bos_token": True} if adds else {}
+    # The tokenizer itself does not have the choice of the caller.
+    is_own = self.add_bos == self._backend.begins_texts(self.bos_id())
+    fields = {} if is_own else {"add_bos_token": self.add_bos}
     self._backend.save(target, {**self._texts(), **fields})
     if self.chat_template:
       tokenizer_files.write_chat_template(target, self.chat_template)

@@ -90,6 +90,10 @@ class Backend(abc.ABC):
     puts = self.encode("a", True)[:1] == [token]
     return None if not puts and self.post_processor is None else puts
 
+  def begins_texts(self, bos: int | None) -> bool:
+    """Returns True unless the tokenizer says that plain texts begin without BOS."""
+    return self.puts_first(bos) is not False
+
   @property
   def post_processor(self) -> Any:
     """The object that adds special tokens; None if there is none."""
@@ -208,9 +212,12 @@ class TokenizersBackend(Backend):
 
   @property
   def post_processor(self) -> Any:
-    # Some folders name BOS in tokenizer_config.json only, and transformers adds it.
-    config = {} if self._files is None else self._files.config
-    return None if config.get("add_bos_token") is True else self._rust.post_processor
+    return self._rust.post_processor
+
+  def begins_texts(self, bos: int | None) -> bool:
+    # transformers follows this field, whatever the post-processor does.
+    flag = None if self._files is None else self._files.config.get("add_bos_token")
+    return flag if isinstance(flag, bool) else super().begins_texts(bos)
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     encode, adds = self._rust.encode, add_special_tokens

@@ -80,10 +80,15 @@ class AutoModel:
 
     Raises:
       FileNotFoundError: the folder, the revision, `config.json` or weights are missing.
-      ValueError: the family or a setting is unknown, a folder was given a revision,
-        files are damaged (see `file_sums.check`), or a tensor is missing, has another
-        shape, or has no place in the model.
+      ValueError: the family or a setting is unknown, `quantize` and `quantise` differ,
+        a folder was given a revision, files are damaged (see `file_sums.check`), or a
+        tensor is missing, has another shape, or has no place in the model.
     """
+    if quantize is not None and quantise not in (None, quantize):
+      raise ValueError(
+        f"quantize is {quantize!r} and quantise is {quantise!r}, expected one of them: "
+        "they are two names of one argument. Give quantize alone"
+      )
     path = resolve_folder(folder, revision)
     file_sums.check(path)
     config_file = path / "config.json"

@@ -11,46 +11,64 @@ import hashlib
 import pathlib
 import re
 
-from tunix.utils import io
+from tunix.utils import io, text_files
 
 NAME = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def write(folder: pathlib.Path) -> None:
-  """Writes the checksums of all files of a folder into it.
+  """Writes the checksums of the files of a folder into it.
+
+  Hidden files and folders, such as `.git`, are left out, as `sha256sum *` does.
 
   Raises:
     OSError: a file cannot be read, or the disk is full or not writable.
   """
-  names = sorted(str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file())
-  lines = [f"{_sum(folder / name)}  {name}\n" for name in names if name != NAME]
+  files = [x.relative_to(folder) for x in folder.rglob("*") if x.is_file()]
+  is_hidden = lambda name: any(part.startswith(".") for part in name.parts)
+  names = sorted(str(x) for x in files if not is_hidden(x) and str(x) != NAME)
+  lines = [f"{_sum(folder / name)}  {name}\n" for name in names]
   io.write_atomic(folder / NAME, "".join(lines).encode())
 
 
 def check(folder: pathlib.Path) -> None:
   """Compares the files of a folder with its checksums, if it has any.
 
-  Listed files that are missing are passed over: a copy may leave some out.
+  Listed files that are missing are passed over: a copy may leave some out. So is the
+  list itself, which `sha256sum *` reads while it is written.
 
   Raises:
-    ValueError: a file differs, or a line is no checksum with a name.
+    ValueError: a file differs, or a line is no checksum with a name in the folder.
   """
   file = folder / NAME
   if not file.is_file():
     return
-  for number, line in enumerate(file.read_text("utf-8").split("\n"), 1):
-    read = _LINE.fullmatch(line)
-    if line and not read:
+  for name, digest in _read(file):
+    part = folder / name
+    if part != file and part.is_file() and _sum(part) != digest:
+      raise ValueError(
+        f"{part} is not the file that was written: its SHA-256 is not that of {NAME}. "
+        f"Copy or export it again. If you changed it yourself, delete {file}"
+      )
+
+
+def _read(file: pathlib.Path) -> dict[tuple[pathlib.PurePath, str], None]:
+  """Returns the names and checksums of a list, each pair once, in order."""
+  listed = {}
+  for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
+    found = _LINE.fullmatch(line)
+    name = pathlib.PurePath(found[2] if found else "..")
+    # The list may be a stranger's, and must not make us read other files.
+    if line and (name.is_absolute() or ".." in name.parts):
       raise ValueError(
         f"{file}, line {number}: found {line[:80]!r}, expected 64 hexadecimal digits, "
-        "two spaces and the name of a file. Write it with `sha256sum`, or delete it"
+        "two spaces and the name of a file in this folder. Write it with `sha256sum`, "
+        "or delete it"
       )
-    if read and (folder / read[2]).is_file() and _sum(folder / read[2]) != read[1]:
-      raise ValueError(
-        f"{folder / read[2]} is not the file that was written: its SHA-256 is not that "
-        f"of {NAME}. Copy or export it again. If you changed it yourself, delete {file}"
-      )
+    if found:
+      listed[name, found[1]] = None
+  return listed
 
 
 def _sum(file: pathlib.Path) -> str:

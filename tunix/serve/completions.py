@@ -181,10 +181,7 @@ def _read_prompts(
     raise bad("prompt", f"{len(items)} prompts, and this server takes {most} at once")
   texts = [item for item in items if isinstance(item, str)]
   if len(texts) == len(items):
-    for text in texts:
-      context.check_size(text, "prompt")
-    encode = context.tokenizer.encode
-    return [(encode(text, add_special_tokens=adds), text) for text in texts]
+    return [(context.prompt_ids(text, adds), text) for text in texts]
   lists = [item for item in items if isinstance(item, list) and is_ids(item)]
   if len(lists) == len(items):
     return [(ids, None) for ids in lists]

@@ -174,6 +174,21 @@ class Context:
       code="model_not_found",
     )
 
+  def prompt_ids(self, text: str, adds_special: bool) -> list[int]:
+    """Returns the token ids of a plain prompt.
+
+    Args:
+      text: the prompt.
+      adds_special: begin with BOS where training and `TokenizerAdapter.tokenize` do.
+
+    Raises:
+      ApiError: as for `check_size`.
+    """
+    self.check_size(text, "prompt")
+    if not adds_special:
+      return self.tokenizer.encode(text)
+    return self.tokenizer.tokenize(text, add_eos=False).tolist()
+
   def check_size(self, texts: Any, param: str) -> None:
     """Refuses texts that cannot fit, before a tokenizer spends seconds on them.
 

@@ -62,12 +62,16 @@ class Offsets:
 
   def __init__(self, texts: TokenTexts):
     self._texts, self._place = texts, 0
-    self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
   def push(self, token: int) -> int:
     """Returns the place of the next token."""
-    place = self._place
-    self._place += len(self._decode(self._texts.shown(token)))
+    data = self._texts.shown(token)
+    # The first byte alone, because it may end a broken character before it.
+    self._place += len(self._decoder.decode(data[:1]))
+    is_inside = not data or self._decoder.getstate()[0]
+    place = self._place if is_inside else self._place - 1
+    self._place += len(self._decoder.decode(data[1:]))
     return place
 
 

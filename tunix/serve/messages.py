@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.generate.messages import object_of
+from tunix.generate.json_calls import object_of
 from tunix.serve.errors import bad
 from tunix.serve.fields import Fields, missing, shown
 

@@ -35,9 +35,7 @@ def tokenize(call: Call, context: Context) -> Answer:
     prompt = fields.text("prompt")
     if prompt is None:
       raise missing("prompt")
-    adds = fields.flag("add_special_tokens", True)
-    context.check_size(prompt, "prompt")
-    ids = context.tokenizer.encode(prompt, add_special_tokens=adds)
+    ids = context.prompt_ids(prompt, fields.flag("add_special_tokens", True))
   fields.end()
   content: dict[str, Any] = {
     "count": len(ids),

@@ -64,11 +64,12 @@ def _saved_settings(config: RunSettings) -> TokenizerSettings:
   """Returns the settings of the tokenizer that change its saved files."""
   as_is = dataclasses.replace(config.tokenizer, messages=None, add_bos=None)
   # Older versions put BOS before plain texts in training, and not into the files.
-  if not config.tokenizer.add_bos or former.has_all(config):
+  add_bos = config.tokenizer.add_bos
+  if add_bos is None or former.has_all(config):
     return as_is
   files = dataclasses.replace(config, tokenizer=as_is)
-  adds_bos = ModelLoader(files).tokenizer().add_bos
-  return as_is if adds_bos else dataclasses.replace(as_is, add_bos=True)
+  is_own = ModelLoader(files).tokenizer().add_bos == add_bos
+  return as_is if is_own else dataclasses.replace(as_is, add_bos=add_bos)
 
 
 def export_dtype(config: RunSettings, model: Transformer) -> Any:
