@@ -86,7 +86,7 @@ HEAVY = {
   "llguidance": {"generate/engine/grammar.py"},
   "xxhash": {"sft/checkpoint_checksums.py"},
   "shtab": {"cli/commands/completion.py"},
-  "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
+  "filelock": {"utils/folder_lock.py", "cli/build/data_sources.py"},
   "jinja2": {"generate/chat_template.py"},
   "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py

@@ -16,11 +16,11 @@ from tests.cli import runs
 from tests.cli.errors_test import copy_model
 from tunix.cli import config as config_lib
 from tunix.cli.build import data as build_data, loading
-from tunix.cli.run import lock as run_lock
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import prepare
 from tunix.cli.run.result import Result, how_to_train_longer
 from tunix.models import tensor_files
+from tunix.utils import folder_lock as run_lock
 
 
 def train(keys, **more):
@@ -298,7 +298,7 @@ def test_a_second_process_is_refused_and_names_the_first(keys, capsys):
   out = keys["output_dir"]
   before = (out / "logs" / "metrics.jsonl").read_bytes()
   code = (
-    "import pathlib, sys, time\nfrom tunix.cli.run import lock as run_lock\n"
+    "import pathlib, sys, time\nfrom tunix.utils import folder_lock as run_lock\n"
     "with run_lock.hold(pathlib.Path(sys.argv[1])):\n"
     "  print('held', flush=True); time.sleep(600)"
   )

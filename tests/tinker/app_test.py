@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import pathlib
 import re
+import threading
 import types
 
 import httpx
@@ -14,6 +15,7 @@ from tests.tinker.serving import base
 from tunix.cli.commands import serve
 from tunix.serve import guard
 from tunix.serve.app import make_app
+from tunix.serve.errors import ApiError
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, requests, rest
 from tunix.tinker.loaded_adapters import LoadedAdapters
@@ -239,9 +241,42 @@ def test_compressed_bodies_are_whole(clients, knows_size):
   ):
     answer = send(cut)
     assert answer.status_code == 400 and message in answer.text
+  for size in range(len(body)):
+    with pytest.raises(ApiError, match=r"ends early|no zstd data"):
+      tinker_app._inflated(body[:size], 2**20)
   assert send(bomb(window=17)).status_code == 413
   answer = send(press(bytes(200_001)))
   assert answer.status_code == 413
+
+
+def test_a_large_result_is_not_overtaken_by_small_ones():
+  sending, most = tinker_app._Sending(), tinker_app._SENT
+  assert sending.begins("a", "first", 1)
+  sending.leave("a", "first")
+  assert not sending.begins("a", "large", 2 * most)
+  assert not sending.begins("a", "small", 1)
+  assert sending.begins("b", "other", 1)
+  sending.end("a", 1)
+  assert not sending.begins("a", "small", 1)
+  assert sending.begins("a", "large", 2 * most)
+  sending.leave("a", "large")
+  sending.leave("a", "small")  # its client has gone
+  sending.end("a", 2 * most)
+  assert sending.begins("a", "next", most)
+
+
+def test_a_drain_stops_the_service_at_once():
+  """So a kill within `drain_timeout` is no start of the requests that run."""
+  stopped = threading.Event()
+  service = types.SimpleNamespace(
+    settings=TinkerSettings(), listen=lambda ring: None, stop=stopped.set
+  )
+  driver = FakeDriver(FakeEngine())
+  app = make_app(driver, ServeSettings(), more=tinker_app.routes(service))
+  assert not stopped.is_set()
+  app.state.context.start_drain()
+  app.state.context.start_drain()
+  assert stopped.wait(10)
 
 
 @pytest.mark.parametrize("admin", [None, "tml-admin"])

@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -61,12 +62,12 @@ def test_a_run_outlives_a_full_disk(tmp_path, part, caplog):
     assert run.result(1).error is None  # though it cannot be written
     until(lambda: "the state of a0 cannot be written" in caplog.text)
   made.accept("a", "a0", 3, request("x", 9))
-  until(lambda: (run.folder / "current").exists())
+  until(lambda: run.done == 3 and (run.folder / "current").exists())
   made.close()
   made.close_files()
   again = worker_of(tmp_path)
   found = again.run("a", "a0")
-  assert found.done == 3 and sorted(found.results) == [0, 1, 2, 3]
+  assert found.last == 3 and sorted(found.results) == [0, 1, 2, 3]
   again.close_files()
 
 
@@ -88,6 +89,50 @@ def test_samples_outlive_a_full_disk(tmp_path):
     same = result_of(again, id).arrays["tokens"] == found.arrays["tokens"]
     assert same.all()
   again.close()
+
+
+@pytest.mark.parametrize("failing", ["RecordFile", "io.write_atomic"])
+def test_requests_outlive_a_state_that_is_not_taken_into_use(
+  tmp_path, monkeypatch, failing
+):
+  made = worker_of(tmp_path, "a0")
+  made.accept("a", "a0", 0, request("x", 1))
+  run = made.run("a", "a0")
+  run.finish(0, Result())
+  run.write_state({})
+  with monkeypatch.context() as patch:
+    patch.setattr(f"tunix.tinker.runs.{failing}", mock.Mock(side_effect=OSError("no")))
+    with pytest.raises(OSError, match="no"):
+      run.switch()
+  made.accept("a", "a0", 1, request("x", 1))
+  run.close()
+  assert worker_of(tmp_path).run("a", "a0").pending == 1
+
+
+def test_a_result_that_cannot_be_written_costs_no_start(tmp_path):
+  made = worker_of(tmp_path, "a0")
+  made.accept("a", "a0", 0, request("x", 1))
+  made.close_files()
+  (file,) = tmp_path.rglob("journal-0")
+  for _ in range(3):
+    run = worker_of(tmp_path).run("a", "a0")
+    assert run.begin(0) == 0
+    with full(file.stat().st_size + 1000):
+      run.finish(0, Result(arrays={"logprobs": np.zeros(4096)}))
+    run.close()
+
+
+def test_samples_that_cannot_be_written_cost_no_start(tmp_path):
+  for number in range(3):
+    engine = Engine("a:1")
+    made = sampler_of(tmp_path, engine, max_starts=2)
+    if number == 0:
+      made.accept("a:1", samples(100))
+    until(lambda engine=engine: engine.rows)
+    with full((tmp_path / "requests").stat().st_size + 1000):
+      engine.held = ()
+      assert result_of(made, "a:1").error is None
+    made.close()
 
 
 def test_a_request_on_a_full_disk_is_refused_by_name(tmp_path, monkeypatch):

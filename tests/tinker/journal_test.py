@@ -11,13 +11,14 @@ import pytest
 
 from tests.golden import resume_jobs
 from tests.utils.record_file_test import flipped, put
+from tunix.cli.commands import serve
 from tunix.tinker import journal, packed
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.records import Records
 from tunix.tinker.runs import Op, Run
+from tunix.tinker.service import LOCK, Service
 from tunix.tinker.settings import TinkerSettings
-from tunix.tinker.worker import Worker
-from tunix.utils import io
+from tunix.utils import folder_lock, io
 from tunix.utils.record_file import MAGIC, RecordError
 
 SETTINGS = TinkerSettings(keep_results=2)
@@ -41,6 +42,10 @@ def folder_of(root):
   return file.parent
 
 
+def words(root):
+  return ["missing", "--port", "0", "--tinker", "--tinker_root", str(root)]
+
+
 def same(one, other):
   return one.keys() == other.keys() and all(
     np.array_equal(one[name], other[name]) for name in one
@@ -56,6 +61,7 @@ def contents(run):
 
 def test_a_run_of_an_earlier_version_goes_on(before):
   folder = folder_of(before)
+  (folder / "current").write_text("1\n")  # as a person repairs it
   run = Run(folder, SETTINGS)
   assert run.done == 4 and run.last == 9 and run.pending == 1
   assert run.results.get(6).arrays["logprobs"].shape == (6,)
@@ -108,7 +114,7 @@ def test_a_damaged_run_is_refused_and_its_files_stay(before, name, is_old):
     put(file, flipped(data, int(8 * 0.3 * len(data))))
   names = {x: x.read_bytes() for x in file.parent.iterdir()}
   with pytest.raises(RecordError, match=str(file)):
-    Worker(before / "runs", SETTINGS)
+    serve.main(words(before))  # before it looks for the model
   assert names == {x: x.read_bytes() for x in file.parent.iterdir()}
 
 
@@ -148,6 +154,23 @@ def test_a_state_is_refused_at_each_bit_and_each_length(tmp_path):
       packed.read(file)
 
 
+@pytest.mark.parametrize(
+  "text", ["", "{", "[]", "{}", '{"time": "x", "is_ephemeral": false}']
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_not_listed(tmp_path, text, caplog):
+  made = Checkpoints(tmp_path, "base")
+  places = [Place("a0", "weights", name) for name in ("good", "bad")]
+  for place in places:
+    made.save(place, {}, None, {"request": "", "spec": {}, "is_ephemeral": False})
+  (file,) = tmp_path.rglob("bad/meta.json")
+  file.write_text(text)
+  with pytest.raises(RecordError, match=str(file)):
+    made.meta(places[1])
+  assert [place for place, _ in made.named(["a0"])] == places[:1]
+  assert str(places[1]) in caplog.text
+  made.delete(places[1])
+
+
 def test_a_large_state_has_several_records(tmp_path, monkeypatch):
   monkeypatch.setattr(packed, "_MOST", 64)
   arrays = {"a": np.arange(100.0)}
@@ -168,3 +191,11 @@ def test_a_kill_while_a_journal_is_converted_leaves_the_old_one(before, monkeypa
       journal.opened(file)
   assert file.read_bytes() == data
   assert len(list(journal.opened(file).records())) > 3
+
+
+def test_two_services_do_not_write_to_one_folder(tmp_path):
+  settings = TinkerSettings(root=tmp_path)
+  with folder_lock.hold(tmp_path, *LOCK):
+    for start in (lambda: Service(None, settings), lambda: serve.main(words(tmp_path))):
+      with pytest.raises(RuntimeError, match=r"is serving .*another root"):
+        start()

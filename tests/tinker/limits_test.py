@@ -53,10 +53,13 @@ def test_a_new_session_replaces_the_oldest(tmp_path):
   sessions = [made.create_session("a", {}) for _ in range(3)]
   for number in (0, 1, 2, 1):
     made.create_sampler("a", sessions[2], number, None, "base")
+  busy = {f"{sessions[2]}:sample:1"}
+  made.in_use = lambda: busy  # it has an open request
+  made.create_sampler("a", sessions[2], 3, None, "base")
   for found in (made, Records(tmp_path, 2)):
     assert (found.sessions("a"), found.sessions("b")) == (sessions[1:], [other])
     assert found.samplers_of(sessions[2]) == [
-      f"{sessions[2]}:sample:{i}" for i in (1, 2)
+      f"{sessions[2]}:sample:{i}" for i in (1, 3)
     ]
     assert found.sampling_tenant(f"{sessions[2]}:sample:1:7") == "a"
     assert found.sampling_tenant(f"{sessions[2]}:sample:0:7") == ""

@@ -1,13 +1,19 @@
 """Turns of tenants, and requests that end the process, without a model."""
 
+import functools
 import shutil
 import threading
 import time
+import types
+from concurrent.futures import wait
 
 import numpy as np
 from hypothesis import given, strategies as st
 
 from tests.serve.fake_engine import FakeDriver, FakeEngine
+from tunix.tinker.errors import TinkerError
+from tunix.tinker.executor import Executor
+from tunix.tinker.learner import RowOutputs
 from tunix.tinker.results import Result
 from tunix.tinker.runs import Op
 from tunix.tinker.sampling import Sampler
@@ -32,21 +38,30 @@ def test_turns_share_tokens_and_not_requests(sizes):
 
 
 def test_a_large_wait_for_room_is_not_overtaken():
-  room, order, threads = Room(4), [], []
+  room, order, go = Room(4), [], threading.Event()
+  first = room.submit("a", 3, 1, go.wait)
+  others = [("b", 4), ("a", 1), ("a", 2)]
+  calls = [room.submit(*x, 1, functools.partial(order.append, x)) for x in others]
+  gone = room.submit("b", 4, 10**6, list)
+  assert gone.cancel() and order == []  # there is room for one, but the turn is b's
+  go.set()
+  wait([first, *calls], 10)
+  assert order[0] == ("b", 4) and sorted(order) == sorted(others)
+  room.close()
 
-  def take(tenant, count):
-    with room.taken(tenant, count, 1):
-      order.append((tenant, count))
 
-  with room.taken("a", 3, 1):
-    for tenant, count in (("b", 4), ("a", 1), ("a", 1)):
-      threads.append(threading.Thread(target=take, args=(tenant, count)))
-      threads[-1].start()
-      until(lambda: sum(map(len, room._waiting.values())) == len(threads))
-    assert order == []  # there is room for one, but the turn is that of b
-  for thread in threads:
-    thread.join(10)
-  assert order[0] == ("b", 4) and len(order) == 3
+def test_a_cancelled_wait_gives_way_and_pays_nothing():
+  room, go = Room(2), threading.Event()
+  first = room.submit("a", 1, 1, go.wait)
+  large = room.submit("b", 2, 10**6, list)
+  small = room.submit("b", 1, 1, list)
+  assert not small.done()
+  large.cancel()
+  room.start_next()
+  assert small.result(10) == []
+  go.set()
+  assert first.result(10) and room._turns._got["b"] < 10
+  room.close()
 
 
 def until(condition):
@@ -147,6 +162,46 @@ def test_a_request_that_ends_the_process_is_not_begun_for_ever(tmp_path):
   assert (found.get(1).category, found.get(2).error) == ("server", None)
 
 
+class Numbers:
+  """A learner whose adapter is a number. It refuses updates by more than 5."""
+
+  def init(self, spec, seed):
+    return types.SimpleNamespace(weight=0, gradient=None)
+
+  def forward_backward(self, spec, state, rows, loss, config, *, backward):
+    state.gradient = (state.gradient or 0) + loss
+    return [RowOutputs(np.zeros(1), np.zeros(1))]
+
+  def update(self, state, params):
+    gradient, state.gradient = state.gradient, None
+    if gradient is None or gradient > 5:
+      raise TinkerError("refused")
+    state.weight -= gradient
+    return {}
+
+
+@given(st.lists(st.sampled_from([None, 1, 10]), max_size=9))
+def test_a_restart_repeats_refused_updates_with_the_same_weights(gradients):
+  executor, weights = Executor(Numbers(), None, 1, None), []
+  arrays = {x: np.zeros(0, np.int32) for x in ("lengths", "tokens")}
+  ops = [Op(kind="create_model")] + [
+    Op(kind="optim_step", args={"learning_rate": 1.0})
+    if loss is None
+    else Op(
+      kind="forward_backward", args={"loss_fn": loss, "config": {}}, arrays=arrays
+    )
+    for loss in gradients
+  ]
+  results = [None] * len(ops)
+  for _ in range(2):
+    run = types.SimpleNamespace(
+      id="a0", is_unloaded=False, state=None, spec=None, info={"seed": 0}, steps=0
+    )
+    results = [executor.execute(run, op, x)[0] for op, x in zip(ops, results)]
+    weights.append((run.state.weight, run.state.gradient))
+  assert weights[0] == weights[1]
+
+
 def test_unloaded_models_keep_few_results(tmp_path):
   ids = ("a0", "a1", "a2")
   made = worker_of(tmp_path, *ids, max_models=1)
@@ -205,6 +260,10 @@ def test_a_large_sampling_request_leaves_turns_to_others(tmp_path):
   made.accept("a:1", samples(1024))
   until(lambda: len(engine.rows) == 32)  # four for each slot, and no more
   made.accept("b:1", samples(16))
+  for tenant in "cdef":
+    made.accept(f"{tenant}:1", samples(64))
+  names = [x.name for x in threading.enumerate()]
+  assert sum(x.startswith("tinker samples") for x in names) <= 32
   engine.held = ()
   result_of(made, "b:1")
   assert [x.id for x in engine.submitted].index("b:1") <= 3

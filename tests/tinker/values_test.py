@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from tunix.tinker import data, losses, operations, sampling_values, wire
+from tunix.generate.engine.config import EngineConfig
+from tunix.tinker import data, losses, operations, sampling, sampling_values, wire
 from tunix.tinker.errors import QuotaError, TinkerError
+from tunix.tinker.runs import Op
 from tunix.tinker.settings import TinkerSettings
 
-PROMPT = np.arange(4)
+PROMPT, ENGINE = np.arange(4), EngineConfig(max_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -17,10 +19,13 @@ PROMPT = np.arange(4)
     ({"num_samples": 2.0}, "num_samples is 2.0"),
     ({"num_samples": True}, "num_samples is True"),
     ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1"),
-    ({"topk_sample_logprobs": 10**6}, "topk_sample_logprobs is 1000000"),
+    ({"topk_sample_logprobs": 21}, "topk_sample_logprobs is 21; .* from 0 to 20"),
+    ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21"),
+    ({"sampling_params": {"stop": [1] * 17}}, "stop has 17 ids; expected at most 16"),
     ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4; expected .* 1 to 3"),
-    ({"num_samples": 1024, "topk_sample_logprobs": 128}, "expected a product of at m"),
+    ({"num_samples": 1024, "topk_sample_logprobs": 20}, "expected a product of at m"),
     ({"sampling_params": {"top_p": "x", "seed": [1]}}, "seed is .1.; expected an int"),
+    ({"sampling_params": {"seed": 2**32}}, "seed is 4294967296; .* 0 to 4294967295"),
     ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
     ({"sampling_params": {"max_tokens": 10**9}}, "max_tokens is 1000000000"),
     ({"sampling_params": {"stop": {"a": 1}}}, "stop is .*expected a text, a list"),
@@ -33,7 +38,19 @@ PROMPT = np.arange(4)
 )
 def test_sampling_arguments_out_of_range(changes, message):
   with pytest.raises(TinkerError, match=message):
-    sampling_values.check(changes, PROMPT, 64, 2**20)
+    sampling_values.check(changes, PROMPT, ENGINE, 2**20)
+
+
+def test_only_the_first_part_of_a_request_has_alternatives_of_its_prompt():
+  args = sampling_values.check({"topk_prompt_logprobs": 5}, PROMPT, ENGINE, 2**20)
+  op = Op(kind="sample", args=args, arrays={"prompt": PROMPT})
+  tops = [sampling._request("a", op, None, i, 16).top_logprobs for i in (0, 16)]
+  assert tops == [5, 0]
+
+
+def test_seeds_have_32_bits():
+  given = {"sampling_params": {"seed": 2**32 - 1}}
+  assert sampling_values.check(given, PROMPT, ENGINE, 2**20)["seed"] == 2**32 - 1
 
 
 @pytest.mark.parametrize(
@@ -47,12 +64,14 @@ def test_sampling_arguments_out_of_range(changes, message):
   ],
 )
 def test_stops(stop, ids, texts):
-  read = sampling_values.check({"sampling_params": {"stop": stop}}, PROMPT, 64, 2**20)
+  read = sampling_values.check(
+    {"sampling_params": {"stop": stop}}, PROMPT, ENGINE, 2**20
+  )
   assert (read["stop_ids"], read["stop_strings"]) == (ids, texts)
 
 
 @pytest.mark.parametrize(
-  "tokens", [[1.5], [2**31], [-(2**40)], [2**70], ["1"], [[1, 2]], None, 3]
+  "tokens", [[1.5], [2**31], [-(2**40)], [-(2**63)], [2**70], ["1"], [[1, 2]], None, 3]
 )
 def test_ids_are_integers_of_32_bits(tokens):
   with pytest.raises(TinkerError, match="tokens"):

@@ -3,11 +3,12 @@
 import os
 import struct
 import zlib
+from unittest import mock
 
 import pytest
 
 from tunix.tinker import journal, packed
-from tunix.utils import record_file
+from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordError, RecordFile
 
 RECORDS = [packed.pack({"n": 1}, {}), packed.pack({}, {}), b"x"]
@@ -128,6 +129,20 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path, monkeypatch):
   made.close()
   assert found(tmp_path / "file") == [b"short"]
   assert (tmp_path / "file").stat().st_size == made.size
+
+
+@pytest.mark.parametrize(("name", "is_new"), [("replace", False), ("open", True)])
+def test_a_file_goes_on_after_a_rewrite_that_fails(tmp_path, monkeypatch, name, is_new):
+  new(tmp_path / "file", RECORDS)
+  file = RecordFile(tmp_path / "file")
+  with monkeypatch.context() as patch:
+    patch.setattr(io.os, name, mock.Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+      file.rewrite([b"new"])
+  file.append(b"more")
+  file.close()
+  expected = [b"new"] if is_new else RECORDS
+  assert list(RecordFile(tmp_path / "file").records()) == [*expected, b"more"]
 
 
 def test_a_file_that_is_only_read_is_not_changed(form):

@@ -68,6 +68,7 @@ class Context:
     created: time of the start, in seconds since 1970.
     tenants: the tenants, whose keys open the routes that generate.
     tenant: the tenant that this context is for; None: it shows all adapters.
+    on_drain: called when a shutdown begins, in the thread of the server.
   """
 
   def __init__(
@@ -92,6 +93,7 @@ class Context:
     self.created = int(time.time())
     self.tenants = Tenants()
     self.tenant: str | None = None
+    self.on_drain: Callable[[], None] = lambda: None
 
   def seen_by(self, tenant: str | None) -> Context:
     """Returns the context with the adapters that a tenant sees; None: all of them."""
@@ -152,6 +154,7 @@ class Context:
     if self.drain.at is None:
       self.drain.at = time.monotonic() + self.settings.drain_timeout
       self.gate.drain()
+      self.on_drain()
 
   def adapter(self, model: str | None) -> str | None:
     """Returns the adapter that a request's model names; None for the model itself.

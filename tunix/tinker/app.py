@@ -6,6 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -25,8 +26,10 @@ from tunix.tinker.errors import (
   TinkerError,
 )
 from tunix.tinker.rest import TinkerCall
+from tunix.tinker.results import Result
 from tunix.tinker.service import Service
 from tunix.utils import optional
+from tunix.utils.record_file import RecordError
 
 _LOG = logging.getLogger(__name__)
 _PROTO = "application/x-protobuf"
@@ -69,6 +72,9 @@ def routes(
           "opens every route; expected two keys. Change one of them"
         )
     context.tenants = Tenants(keys, owns)
+    # A kill within the drain must not count as a start of the requests that run. In a
+    # thread, because a state may be written under the lock.
+    context.on_drain = threading.Thread(target=service.stop, daemon=True).start
     bell = _Bell()
     service.listen(bell.ring)
     made: dict[tuple[str, str], Any] = {}
@@ -132,6 +138,9 @@ class _TinkerEndpoint(Endpoint):
         return await route(call, service)
       except TinkerError as error:
         raise _api_error(error, context.settings) from error
+      except RecordError as error:  # of a checkpoint: a repetition finds the same
+        _LOG.warning("%s: %s", path, error)
+        raise ApiError(400, str(error), code="damaged") from error
       except OSError as error:
         _LOG.warning("%s cannot write: %s", path, error)
         raise ApiError(
@@ -209,9 +218,10 @@ def _inflated(data: bytes, most: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     with decompressor.stream_reader(data) as reader:
       out = reader.read(most + 1)
+    is_cut = len(out) <= most and not _is_whole(zstandard, data, len(out))
   except zstandard.ZstdError as error:
     raise ApiError(400, f"the body is no zstd data: {error}") from error
-  if len(out) <= most and not _is_whole(zstandard, data, len(out)):
+  if is_cut:
     raise ApiError(400, "the body's zstd data ends early; send it again")
   if len(out) > most:
     raise ApiError(413, f"the body is larger than {most} bytes", code="too_large")
@@ -233,14 +243,59 @@ def _api_error(error: TinkerError, settings: ServeSettings) -> ApiError:
   return ApiError(status, error.message, code=error.code, headers=again)
 
 
+class _Sending:
+  """Bytes of answers that the clients of each tenant take at the same time.
+
+  Results have their turns in the order in which they were found. A large one could
+  otherwise wait as long as small ones come.
+  """
+
+  def __init__(self):
+    self._bytes = collections.Counter[str]()
+    self._turns: dict[str, list[object]] = {}
+
+  def begins(self, tenant: str, place: object, size: int) -> bool:
+    """Takes room for a result; returns False if there is none or others are first."""
+    turns = self._turns.setdefault(tenant, [])
+    if place not in turns:
+      turns.append(place)
+    used = self._bytes[tenant]
+    if turns[0] is not place or (used and used + size > _SENT):
+      return False
+    self._bytes[tenant] += size
+    return True
+
+  def leave(self, tenant: str, place: object) -> None:
+    """Ends the turn of a result, if it has one."""
+    turns = self._turns.get(tenant, [])
+    if place in turns:
+      turns.remove(place)
+    if not turns:
+      self._turns.pop(tenant, None)
+
+  def end(self, tenant: str, size: int) -> None:
+    """Gives the room of a result back."""
+    self._bytes[tenant] -= size
+
+
 def _waiting(
   bell: _Bell, context: Context
 ) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
   """Returns the route that waits for a result, and else answers `try_again`."""
 
-  sent = collections.Counter[str]()  # bytes of answers that clients take, by tenant
+  sending = _Sending()
 
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
+    place = object()
+    try:
+      found = await until_room(call, service, place)
+    finally:
+      sending.leave(call.tenant, place)
+    return found if isinstance(found, Answer) else await answer(call, *found)
+
+  async def until_room(
+    call: TinkerCall, service: Service, place: object
+  ) -> Answer | tuple[Result, int]:
     id = fields.text(call.body, "request_id")
     until = time.monotonic() + service.settings.wait_seconds
     while True:
@@ -248,8 +303,8 @@ def _waiting(
       result = service.result(call.tenant, id)
       if result is not None:
         size = result.nbytes * (1 if call.wants_proto else _JSON_BYTES)
-        if not sent[call.tenant] or sent[call.tenant] + size <= _SENT:
-          break
+        if sending.begins(call.tenant, place, size):
+          return result, size
       left = until - time.monotonic()
       if left <= 0 or context.gate.is_draining:
         state = "paused_capacity" if service.sampling.is_short(id) else "active"
@@ -262,11 +317,11 @@ def _waiting(
       except TimeoutError:
         continue
 
+  async def answer(call: TinkerCall, result: Result, size: int) -> Answer:
     async def close() -> None:
-      sent[call.tenant] -= size
+      sending.end(call.tenant, size)
 
     is_proto = call.wants_proto and wire.has_proto(result)
-    sent[call.tenant] += size
     try:
       form = wire.to_proto if is_proto else wire.to_json
       content = await asyncio.to_thread(form, result)

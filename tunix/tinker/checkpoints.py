@@ -6,9 +6,11 @@ PEFT's form, and `meta.json` the rest. The folder gets its name when it is compl
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io as bytes_io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -22,14 +24,17 @@ import numpy as np
 
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import packed
+from tunix.tinker import fields, packed
 from tunix.tinker.errors import NotFoundError, TinkerError
-from tunix.utils import io
+from tunix.utils import io, record_file
+from tunix.utils.record_file import RecordError
 
+_LOG = logging.getLogger(__name__)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 # No leading dot: unfinished folders have one.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,127}")
 _SCHEME = "tinker://"
+_LONGEST = 10 * 366 * 86400  # seconds of a life
 
 
 class Place(NamedTuple):
@@ -157,21 +162,19 @@ class Checkpoints:
 
     Raises:
       NotFoundError: there is no such checkpoint, or it has expired.
+      RecordError: the values are damaged.
     """
     file = self._at(place) / "meta.json"
-    try:
+    with contextlib.suppress(FileNotFoundError), record_file.checked(file):
       meta = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-      meta = None
-    expires = meta and meta.get("expires_at")
-    if expires and datetime.datetime.fromisoformat(expires) < _now():
+      _ = meta["time"], meta["is_ephemeral"], meta["spec"]  # what others read
+      expires = meta.get("expires_at")
+      if not expires or datetime.datetime.fromisoformat(expires) >= _now():
+        return meta
       self.delete(place)
-      meta = None
-    if meta is None:
-      raise NotFoundError(
-        f"there is no checkpoint {place}; expected one of the run's own. List them"
-      )
-    return meta
+    raise NotFoundError(
+      f"there is no checkpoint {place}; expected one of the run's own. List them"
+    )
 
   def arrays(self, place: Place) -> dict[str, np.ndarray]:
     """Returns the exact arrays of a checkpoint.
@@ -202,7 +205,7 @@ class Checkpoints:
     shutil.rmtree(gone)
 
   def of_run(self, run: str) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yields the checkpoints of a run, the oldest first."""
+    """Yields the checkpoints of a run without damaged ones, the oldest first."""
     found = []
     for kind in KINDS:
       folder = self._at(Place(run, kind, "x")).parent
@@ -213,6 +216,8 @@ class Checkpoints:
           found.append((place, self.meta(place)))
         except NotFoundError:  # it has expired
           continue
+        except RecordError as error:
+          _LOG.warning("the checkpoint %s is left out: %s", place, error)
     yield from sorted(found, key=lambda x: x[1]["time"])
 
   def named(self, runs: Iterable[str]) -> list[tuple[Place, dict[str, Any]]]:
@@ -271,15 +276,8 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
   Raises:
     TinkerError: the life is too short or too long, or no integer.
   """
-  if ttl_seconds is None:
-    return None
-  if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int):
-    raise TinkerError(f"ttl_seconds is {ttl_seconds!r}; expected seconds. Correct it")
-  if not 1 <= ttl_seconds <= 10 * 366 * 86400:
-    raise TinkerError(
-      f"ttl_seconds is {ttl_seconds}; expected 1 to {10 * 366 * 86400}. Correct it"
-    )
-  return ttl_seconds
+  given = {"ttl_seconds": ttl_seconds}
+  return fields.whole(given, "ttl_seconds", None, least=1, most=_LONGEST)
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

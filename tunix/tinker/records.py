@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from tunix.tinker.errors import NotFoundError
@@ -22,9 +22,13 @@ class Records:
     root: folder of the service; the records are in `sessions` and `samplers`.
     most: most sessions of a tenant, and most sampling sessions. A new one replaces the
       oldest.
+
+  Attributes:
+    in_use: returns the ids of sampling sessions with open requests, which stay.
   """
 
   def __init__(self, root: pathlib.Path, most: int):
+    self.in_use: Callable[[], Set[str]] = frozenset
     self._root, self._most = root, most
     self._lock = threading.Lock()
     self._sessions = self._read("sessions")
@@ -106,10 +110,12 @@ class Records:
   ) -> None:
     file = lambda id: self._root / kind / f"{urllib.parse.quote(id, safe='')}.json"
     io.write_json(file(record["id"]), record)
+    stay = {record["id"], *self.in_use()}
     with self._lock:
       records[record["id"]] = record
       mine = [id for id, x in records.items() if x["owner"] == record["owner"]]
-      for old in mine[: max(0, len(mine) - self._most)]:
+      idle = [id for id in mine if id not in stay]
+      for old in idle[: max(0, len(mine) - self._most)]:
         del records[old]
         file(old).unlink(missing_ok=True)
 

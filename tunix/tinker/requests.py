@@ -37,14 +37,14 @@ def _dynamic_config(call: TinkerCall, service: Service) -> dict[str, Any]:
 
 def _capabilities(call: TinkerCall, service: Service) -> dict[str, Any]:
   most = service.settings.max_tokens
-  context = service.sampling.max_context
+  engine = service.sampling.engine
   return {
     "supported_models": [
       {
         "model_name": service.name,
-        "max_context_length": most if context is None else min(most, context),
+        "max_context_length": most if engine is None else min(most, engine.max_tokens),
         "trainable": True,
-        "sampleable": context is not None,
+        "sampleable": engine is not None,
       }
     ]
   }

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tunix.serve.http import Answer, Call
 from tunix.tinker import checkpoints, fields
 from tunix.tinker.checkpoints import Place
-from tunix.tinker.errors import NotServedError, TinkerError
+from tunix.tinker.errors import NotServedError
 from tunix.tinker.runs import Run
 from tunix.tinker.service import Service
 
@@ -93,9 +93,9 @@ def _page(call: TinkerCall, items: Sequence[T]) -> tuple[Sequence[T], dict[str, 
   numbers = {}
   for name, default in (("limit", 20), ("offset", 0)):
     value = call.query.get(name, str(default))
-    if not (value.isascii() and value.isdigit()):
-      raise TinkerError(f"{name} is {value[:80]!r}; expected an integer. Correct it")
-    numbers[name] = int(value[:9])
+    is_number = value.isascii() and value.isdigit() and len(value) < 20
+    given = {name: int(value) if is_number else value}
+    numbers[name] = fields.integer(given, name)
   limit, offset = min(numbers["limit"], _MOST), numbers["offset"]
   cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
   return items[offset : offset + limit], cursor

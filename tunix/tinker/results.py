@@ -58,7 +58,8 @@ def stopped_too_often(starts: int) -> Result:
   """Returns the result of a request that was begun too often and never ended."""
   return Result(
     error=f"the service ended {starts} times while it computed this request; expected "
-    f"at most {starts} starts. Send a smaller request, or read the server's log",
+    f"it to end within {starts} starts. Send a smaller request, or read the log of the "
+    "server",
     category="server",
   )
 

@@ -193,17 +193,21 @@ class Run:
     self._starts[number] = starts
     self._note(start_record(starts, number=number))
 
-  def _note(self, record: bytes) -> None:
-    """Writes a record that may be lost: its request is then computed again."""
+  def _note(self, record: bytes) -> bool:
+    """Writes a record that may be lost; returns False if it cannot be written."""
     try:
       self._journal.append(record)
     except OSError as error:
       _LOG.warning("the journal of %s cannot be written: %s", self.id, error)
+      return False
+    return True
 
   def finish(self, number: int, result: Result) -> None:
     """Records the result of the request that `next` returned."""
     if number not in self.results:
-      self._note(result.record(number=number))
+      if not self._note(result.record(number=number)):
+        # A short record may have room. The request has ended, so no start counts.
+        self._note(start_record(0, number=number))
       self.results[number] = result
     self.done = number
     del self._waiting[number]
@@ -268,9 +272,12 @@ class Run:
     records += [start_record(x, number=n) for n, x in self._starts.items()]
     file = self.folder / f"journal-{number}"
     record_file.write(file, records)
+    # Errors come before `current` names the new journal: requests go to the old one.
+    log = RecordFile(file)
+    log.close()
     io.write_atomic(self.folder / "current", str(number).encode())
     self._journal.close()
-    self._generation, self._journal = number, RecordFile(file)
+    self._generation, self._journal = number, log
     self._began = self._journal.size
     self._sums = {n: x for n, x in self._sums.items() if n > recent}
     io.sync_folder(self.folder)
@@ -332,7 +339,7 @@ def _generation_of(folder: pathlib.Path) -> int:
   file = folder / "current"
   if not file.exists():
     return 0
-  text = file.read_text(errors="replace")
+  text = file.read_text(errors="replace").strip()  # `echo` adds the end of a line
   names = [f"state-{text}", f"journal-{text}"]
   if not text.isdecimal() or not all((folder / name).exists() for name in names):
     raise RecordError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
+import functools
 import hashlib
 import logging
 import pathlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.results import Result, Results, start_record, stopped_too_often
 from tunix.tinker.runs import Op
 from tunix.tinker.turns import Room
-from tunix.utils import io, record_file
+from tunix.utils import io
 from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
@@ -76,13 +77,13 @@ class Sampler:
     self._open: dict[str, Op] = {}
     self._starts: dict[str, int] = {}  # of open requests, in this process and before
     self._tickets: dict[str, list[Ticket]] = {}  # of open requests that began
+    self._parts: dict[str, list[Future[Any]]] = {}  # of open requests
     self._cancelled: set[str] = set()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
     io.sweep(folder)
     self._file = folder / "requests"
     self._journal = self._reopened()
-    self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
     for id, op in list(self._open.items()):
       if self._starts.get(id, 0) < max_starts:
         self._queue(id, op)
@@ -137,8 +138,13 @@ class Sampler:
     with self._lock:
       return sum(self._owner_of(id) == tenant for id in self._open)
 
+  def sessions(self) -> set[str]:
+    """Returns the ids of the sampling sessions with open requests."""
+    with self._lock:
+      return {id.rpartition(":")[0] for id in self._open}
+
   def is_short(self) -> bool:
-    """Returns True if a request waits for room in the bank of adapters."""
+    """Returns True if a request waits for its turn, or for room for its adapter."""
     with self._lock:
       return any(not self._tickets.get(id) for id in self._open)
 
@@ -148,6 +154,10 @@ class Sampler:
       if id in self._open:
         self._cancelled.add(id)
       tickets = list(self._tickets.get(id, ()))
+      parts = list(self._parts.get(id, ()))
+    for part in parts:
+      part.cancel()  # those that wait for a turn
+    self._room.start_next()
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
 
@@ -157,11 +167,11 @@ class Sampler:
       if self._closes:
         return
       self._closes = True
-      for id in self._tickets:  # the end of this process is not their fault
+      for id in self._tickets:  # a stop is not counted as a start
         self._starts[id] -= 1
         self._note(start_record(self._starts[id], id=id))
       tickets = [x for own in self._tickets.values() for x in own]
-    self._room.close()
+    self._room.stop()
     self._adapters.close()
     for ticket in tickets:
       self._driver.engine.cancel(ticket)
@@ -169,29 +179,31 @@ class Sampler:
   def close(self) -> None:
     """Waits for the end of the threads."""
     self.stop()
-    for pool in self._pools.values():
-      pool.shutdown(wait=True, cancel_futures=True)
+    self._room.close()
     self._journal.close()
 
   def _queue(self, id: str, op: Op) -> None:
-    """Has the threads of a tenant compute a request, in parts that take turns."""
+    """Has threads compute a request, in parts that take turns of its tenant."""
     tenant, count, most = self._owner_of(id), op.args["num_samples"], self._room.most
     with self._lock:
-      pool = self._pools.get(tenant)
-      if pool is None:
-        pool = concurrent.futures.ThreadPoolExecutor(most, f"tinker samples {tenant}")
-        self._pools[tenant] = pool
       # The last start is made alone, so that only a request that ends the process is
       # counted once more.
       is_last = self._starts.get(id, 0) >= max(1, self._max_starts - 1)
     size = min(_PART, most)
-    parts = [
-      pool.submit(self._sample, tenant, id, op, i, min(size, count - i), is_last)
-      for i in range(0, count, size)
-    ]
+    parts: list[Future[Any]] = []
+    for first in range(0, count, size):
+      own = min(size, count - first)
+      tokens = op.arrays["prompt"].size + own * op.args["max_tokens"]
+      call = functools.partial(self._sample, id, op, first, own)
+      parts.append(self._room.submit(tenant, most if is_last else own, tokens, call))
+    with self._lock:
+      self._parts[id] = parts
+      is_cancelled = id in self._cancelled
+    if is_cancelled:  # before the parts were known
+      self.cancel(id)
     waiting = iter(range(len(parts) - 1))
 
-    def ends(_: concurrent.futures.Future) -> None:
+    def ends(_: Future[Any]) -> None:
       with self._lock:
         is_whole = next(waiting, None) is None
       if is_whole:
@@ -200,15 +212,18 @@ class Sampler:
     for part in parts:
       part.add_done_callback(ends)
 
-  def _run(self, id: str, op: Op, parts: list[concurrent.futures.Future]) -> None:
+  def _run(self, id: str, op: Op, parts: list[Future[Any]]) -> None:
     """Records the result of a request whose parts have ended."""
     try:
-      errors = [x for part in parts if (x := part.exception()) is not None]
+      ended = [part for part in parts if not part.cancelled()]
+      errors = [x for part in ended if (x := part.exception()) is not None]
       for error in sorted(errors, key=lambda x: isinstance(x, _Cancelled)):
         raise error
+      if len(ended) < len(parts):
+        raise _Cancelled(_CANCELLED)
       found = [part.result() for part in parts]
       result = _result(op, found[0][0], [x for _, own in found for x in own])
-    except (EngineDead, concurrent.futures.CancelledError):
+    except EngineDead:
       return  # the request is repeated after a restart
     except (RequestError, TinkerError, TypeError, ValueError) as error:
       result = Result(error=str(error))
@@ -223,37 +238,38 @@ class Sampler:
       if self._closes:  # the request is repeated after a restart
         return
       self._results[id] = result
-      for of_open in (self._open, self._tickets, self._starts):
+      for of_open in (self._open, self._tickets, self._starts, self._parts):
         of_open.pop(id, None)
       self._cancelled.discard(id)
-      self._note(result.record(id=id))
+      if not self._note(result.record(id=id)):
+        # A short record may have room. The request has ended, so no start counts.
+        self._note(start_record(0, id=id))
     self._on_change()
 
-  def _note(self, record: bytes) -> None:
-    """Writes a record that may be lost: its request is then computed again."""
+  def _note(self, record: bytes) -> bool:
+    """Writes a record that may be lost; returns False if it cannot be written."""
+    is_written = False
     try:
       self._journal.append(record)
+      is_written = True
       if self._journal.size - self._began > _LARGE:
-        self._journal.close()
-        self._journal = self._compacted()
+        self._compact(self._journal)
     except OSError as error:
       _LOG.warning("the journal of samples cannot be written: %s", error)
+    return is_written
 
   def _sample(
-    self, tenant: str, id: str, op: Op, first: int, count: int, is_last: bool
+    self, id: str, op: Op, first: int, count: int
   ) -> tuple[Ticket, list[Completion]]:
     """Computes a part of a request: completions from the number `first` on."""
-    path = op.args["path"]
-    tokens = op.arrays["prompt"].size + count * op.args["max_tokens"]
-    with self._room.taken(tenant, self._room.most if is_last else count, tokens):
-      self._begin(id)
-      try:
-        return self._completed(id, _request(id, op, path, first, count))
-      except EngineDead:
-        raise
-      except Exception:
-        self.cancel(id)  # its other parts
-        raise
+    self._begin(id)
+    try:
+      return self._completed(id, _request(id, op, op.args["path"], first, count))
+    except EngineDead:
+      raise
+    except Exception:
+      self.cancel(id)  # its other parts
+      raise
 
   def _completed(
     self, id: str, request: EngineRequest
@@ -310,20 +326,18 @@ class Sampler:
       self._open.pop(meta["id"], None)
       self._starts.pop(meta["id"], None)
       self._results[meta["id"]] = Result.of(meta, arrays)
-    log.close()
     for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
       self._results.pop(id)
-    return self._compacted()
+    self._compact(log)
+    return log
 
-  def _compacted(self) -> RecordFile:
-    """Returns a new journal with the open requests and the results that are kept."""
+  def _compact(self, log: RecordFile) -> None:
+    """Rewrites a journal with the open requests and the results that are kept."""
     records = [op.record(id=id) for id, op in self._open.items()]
     records += [start_record(n, id=id) for id, n in self._starts.items()]
     records += [x.record(id=id) for id, x in self._results.items()]
-    record_file.write(self._file, records)
-    log = RecordFile(self._file)
+    log.rewrite(records)
     self._began = log.size
-    return log
 
 
 def _request(
@@ -347,7 +361,7 @@ def _request(
     stop_ids=args["stop_ids"],
     stop_strings=tuple(args["stop_strings"]),
     logprobs=True,
-    top_logprobs=max(args["topk_sample"], args["topk_prompt"]),
+    top_logprobs=max(args["topk_sample"], args["topk_prompt"] if wants_prompt else 0),
     prompt_logprobs=wants_prompt,
     adapter=adapter,
     id=id,

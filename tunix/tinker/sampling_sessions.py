@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.generate.engine.config import EngineConfig
 from tunix.tinker import sampling_values
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.records import Records, missing
@@ -22,13 +23,13 @@ class SamplingSessions:
     records: their records.
     base: name of the base model.
     sampler: computes the requests; None: requests are refused.
-    max_context: see the attribute.
+    engine: sizes of its engine; None without one.
     check_path: raises NotFoundError if a tenant has no checkpoint with a path.
     check_pending: raises BusyError if too many requests of a tenant wait.
     max_tokens: see `TinkerSettings.max_request_tokens`.
 
   Attributes:
-    max_context: most tokens of a prompt and its completion; None without an engine.
+    engine: sizes of the engine; None without one.
   """
 
   def __init__(
@@ -37,13 +38,13 @@ class SamplingSessions:
     base: str,
     *,
     sampler: Sampler | None,
-    max_context: int | None,
+    engine: EngineConfig | None,
     check_path: Callable[[str, str], object],
     check_pending: Callable[[str], None],
     max_tokens: int,
   ):
     self._records, self._base, self._sampler = records, base, sampler
-    self.max_context, self._max_tokens = max_context, max_tokens
+    self.engine, self._max_tokens = engine, max_tokens
     self._check_path, self._check_pending = check_path, check_pending
 
   def create(self, tenant: str, session: str, number: int, path: str | None) -> str:
@@ -93,7 +94,7 @@ class SamplingSessions:
       BusyError: too many requests of the tenant wait.
       TinkerError: wrong data.
     """
-    if self._sampler is None or self.max_context is None:
+    if self._sampler is None or self.engine is None:
       raise NotServedError(
         "this service was made without an engine; expected one for samples. Give the "
         "service a driver"
@@ -101,7 +102,7 @@ class SamplingSessions:
     record = self.record(tenant, session)
     prompt = np.asarray(prompt, np.int32)
     try:
-      checked = sampling_values.check(args, prompt, self.max_context, self._max_tokens)
+      checked = sampling_values.check(args, prompt, self.engine, self._max_tokens)
     except (TypeError, ValueError, AttributeError) as error:
       raise TinkerError(f"a field has another type: {error}. Correct it") from error
     self._check_pending(tenant)

@@ -7,23 +7,25 @@ from typing import Any
 
 import numpy as np
 
+from tunix.generate.engine.arrays import STOP_IDS
+from tunix.generate.engine.config import EngineConfig
 from tunix.tinker import fields
 from tunix.tinker.errors import NotServedError, TinkerError
+from tunix.utils import checks
 
 _MOST_SAMPLES = 1024  # of one request
-_MOST_TOPS = 128  # alternatives of a token
 _UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
 
 
 def check(
-  args: Mapping[str, Any], prompt: np.ndarray, most: int, most_tokens: int
+  args: Mapping[str, Any], prompt: np.ndarray, engine: EngineConfig, most_tokens: int
 ) -> dict[str, Any]:
   """Returns the arguments of a sampling request, with defaults.
 
   Args:
     args: fields of the request.
     prompt: ids of the prompt.
-    most: most tokens of a prompt and its completion.
+    engine: limits of the engine.
     most_tokens: see `TinkerSettings.max_request_tokens`.
 
   Raises:
@@ -36,6 +38,7 @@ def check(
         f"{name} is {str(args[name])[:80]}, which this service does not have; expected "
         "no value. Leave it out"
       )
+  most, most_tops = engine.max_tokens, engine.max_top_logprobs
   if not 1 <= prompt.size < most:
     raise TinkerError(
       f"the prompt has {prompt.size} tokens; expected 1 to {most - 1}. Shorten it"
@@ -46,7 +49,7 @@ def check(
   top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
   count = fields.whole(args, "num_samples", 1, least=1, most=_MOST_SAMPLES)
   tokens = fields.whole(params, "max_tokens", room, least=1, most=most)
-  tops = fields.whole(args, "topk_sample_logprobs", 0, most=_MOST_TOPS)
+  tops = fields.whole(args, "topk_sample_logprobs", 0, most=most_tops)
   if count * tokens * max(1, tops) > most_tokens:
     raise TinkerError(
       f"num_samples is {count}, max_tokens {tokens} and topk_sample_logprobs {tops}; "
@@ -58,9 +61,9 @@ def check(
     "temperature": params.get("temperature", 1.0),
     "top_k": None if top_k in (-1, None) else top_k,
     "top_p": None if top_p in (1, None) and top_p is not True else top_p,
-    "seed": fields.whole(params, "seed", None),
+    "seed": fields.whole(params, "seed", None, most=int(checks.SEED.high)),
     "prompt_logprobs": fields.flag(args, "prompt_logprobs", False),
-    "topk_prompt": fields.whole(args, "topk_prompt_logprobs", 0, most=_MOST_TOPS),
+    "topk_prompt": fields.whole(args, "topk_prompt_logprobs", 0, most=most_tops),
     "topk_sample": tops,
     "last_n": fields.whole(
       args, "prompt_logprobs_last_n", None, least=1, most=max(prompt.size - 1, 1)
@@ -77,6 +80,10 @@ def _stops(stop: Any) -> dict[str, Any]:
   if isinstance(given, list) and all(isinstance(x, str) for x in given):
     return {"stop_ids": None, "stop_strings": tuple(given)}
   if isinstance(given, list) and all(fields.is_whole(x) for x in given):
+    if len(given) > STOP_IDS:
+      raise TinkerError(
+        f"stop has {len(given)} ids; expected at most {STOP_IDS}. Give fewer"
+      )
     return {"stop_ids": tuple(given), "stop_strings": ()}
   raise TinkerError(
     f"stop is {str(stop)[:80]!r}; expected a text, a list of texts or a list of ids"

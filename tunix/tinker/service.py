@@ -7,6 +7,8 @@ numbers. A future is the id of a request; `result` returns what was computed for
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -16,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import checkpoints, operations
+from tunix.tinker import checkpoints, journal, operations
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.executor import Executor, adapters_of
@@ -30,8 +32,28 @@ from tunix.tinker.sampling_sessions import SamplingSessions
 from tunix.tinker.settings import TinkerSettings
 from tunix.tinker.training import TrainingRequests
 from tunix.tinker.worker import Worker
+from tunix.utils import folder_lock
 
+LOCK = ("serving", "root (--tinker_root)")  # arguments of `utils.folder_lock`
 _SEEDS = 2**31  # seeds that the service draws
+
+
+def check_files(settings: TinkerSettings) -> None:
+  """Reads the files of a service, before a program loads its model for minutes.
+
+  Raises:
+    RuntimeError: another process or service uses their folder.
+    RecordError: a file is damaged.
+  """
+  root = settings.root
+  if root is None or not root.exists():
+    return
+  with folder_lock.hold(root, *LOCK):
+    Records(root, settings.max_sessions)
+    Worker(root / "runs", settings).close_files()
+    samples = journal.opened(root / "samples" / "requests")
+    collections.deque(samples.records(), maxlen=0)
+    samples.close()
 
 
 class Service:
@@ -44,6 +66,10 @@ class Service:
     driver: the started driver of an engine with the base model; None: requests for
       samples are refused.
     tokenizer_name: name of its tokenizer for clients; None: `name`.
+
+  Raises:
+    RuntimeError: another process or service uses the folder of the files.
+    RecordError: a file is damaged.
 
   Attributes:
     settings, name, model, tokenizer_name: as given.
@@ -64,11 +90,11 @@ class Service:
     self.tokenizer_name = name if tokenizer_name is None else tokenizer_name
     self.settings = settings = TinkerSettings() if settings is None else settings
     self.name, self.model = name, model
-    self._temporary: tempfile.TemporaryDirectory[str] | None = None
+    self._held = contextlib.ExitStack()
     root = settings.root
     if root is None:
-      self._temporary = tempfile.TemporaryDirectory()
-      root = pathlib.Path(self._temporary.name)
+      root = pathlib.Path(self._held.enter_context(tempfile.TemporaryDirectory()))
+    self._held.enter_context(folder_lock.hold(root, *LOCK))
     self._records = Records(root, settings.max_sessions)
     learner = Learner(
       model, alpha=settings.lora_alpha, batch_tokens=settings.batch_tokens
@@ -86,6 +112,7 @@ class Service:
         self._records.sampling_tenant,
         settings.max_starts,
       )
+      self._records.in_use = self._sampler.sessions
     self._quotas = Quotas(
       settings,
       learner=learner,
@@ -98,7 +125,7 @@ class Service:
       self._records,
       name,
       sampler=self._sampler,
-      max_context=None if driver is None else driver.engine.config.max_tokens,
+      engine=None if driver is None else driver.engine.config,
       check_path=lambda tenant, path: store.meta(self.place(tenant, path)),
       check_pending=self._quotas.check_pending,
       max_tokens=settings.max_request_tokens,
@@ -116,17 +143,20 @@ class Service:
     executor = Executor(learner, store, settings.keep_samplers, hand_over)
     self._worker.start(executor)
 
-  def close(self) -> None:
-    """Ends the threads. Requests that wait are computed after the next start."""
+  def stop(self) -> None:
+    """Begins no request, and counts no start of those that run."""
     self._worker.stop()
     if self._sampler is not None:
       self._sampler.stop()
+
+  def close(self) -> None:
+    """Ends the threads. Requests that wait are computed after the next start."""
+    self.stop()
     self._worker.close()
     if self._sampler is not None:
       self._sampler.close()
     self._worker.close_files()
-    if self._temporary is not None:
-      self._temporary.cleanup()
+    self._held.close()
 
   def listen(self, listener: Callable[[], None]) -> None:
     """Has a function called after each result, in any thread."""

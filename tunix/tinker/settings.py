@@ -35,11 +35,11 @@ class TinkerSettings:
     max_pending: most requests of one tenant that wait or run.
     max_pending_bytes: most bytes of the rows of a tenant's waiting requests.
     max_sessions: most sessions of one tenant, and most of its sampling sessions. A new
-      one replaces the oldest.
+      one replaces the oldest without open requests.
     max_runs: most models of one tenant, the unloaded ones included.
-    max_starts: starts after which a request fails, if the process ended within each of
-      them, as it does when the machine has too little memory. A stop by SIGTERM is not
-      counted.
+    max_starts: most starts of a request. If the process ends within each of them, for
+      example because the machine has too little memory, the request fails. A stop by
+      SIGTERM is not counted.
     max_checkpoints: most checkpoints of one tenant.
     keep_samplers: number of checkpoints per model that stay after
       `save_weights_and_get_sampling_client`; older clients of this kind can no longer

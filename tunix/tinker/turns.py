@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import dataclasses
+import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 
 class Turns:
@@ -31,53 +34,83 @@ class Turns:
     return max(self._got.get(key, 0), self._now)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+  count: int
+  tokens: int
+  function: Callable[[], Any]
+  future: Future[Any] = dataclasses.field(default_factory=Future)
+
+
 class Room:
-  """Room for a number of completions, which tenants take in fair turns.
+  """Threads for a number of completions, which tenants take in fair turns.
 
   Args:
-    most: completions that have room at the same time.
+    most: completions that have room at the same time, and number of the threads.
   """
 
   def __init__(self, most: int):
     self.most = most
     self._used, self._turns, self._closes = 0, Turns(), False
-    self._waiting: dict[str, collections.deque[object]] = {}
-    self._changed = threading.Condition()
+    self._waiting: dict[str, collections.deque[_Part]] = {}
+    self._lock = threading.Lock()
+    self._threads = ThreadPoolExecutor(most, "tinker samples")
 
-  @contextlib.contextmanager
-  def taken(self, tenant: str, count: int, tokens: int) -> Iterator[None]:
-    """Waits for room or for `close`, and gives the room back at the end.
+  def submit(
+    self, tenant: str, count: int, tokens: int, function: Callable[[], Any]
+  ) -> Future[Any]:
+    """Calls a function in a thread when there is room, or after `stop`.
 
     Args:
       tenant: whose turn is waited for.
-      count: completions, at most `most`.
+      count: completions of the function, at most `most`.
       tokens: tokens that the turn counts as.
+      function: the function.
+
+    Returns:
+      The future of its result. After a cancellation of the future, call `start_next`.
     """
-    place = object()
-    with self._changed:
-      self._waiting.setdefault(tenant, collections.deque()).append(place)
-      self._changed.wait_for(lambda: self._closes or self._fits(tenant, place, count))
-      self._waiting[tenant].remove(place)
-      if not self._waiting[tenant]:
-        del self._waiting[tenant]
-      self._turns.charge(tenant, tokens)
-      self._used += count
-      self._changed.notify_all()  # there may be room for the next one as well
-    try:
-      yield
-    finally:
-      with self._changed:
-        self._used -= count
-        self._changed.notify_all()
+    part = _Part(count, tokens, function)
+    with self._lock:
+      self._waiting.setdefault(tenant, collections.deque()).append(part)
+    self.start_next()
+    return part.future
+
+  def start_next(self) -> None:
+    """Starts the functions that have room, and forgets those that were cancelled."""
+    with self._lock:
+      while self._waiting:
+        # No later request goes first: a large one could wait without end.
+        tenant = self._turns.next(self._waiting)
+        part = self._waiting[tenant][0]
+        has_room = self._used + part.count <= self.most
+        if not (has_room or self._closes or part.future.cancelled()):
+          return
+        self._waiting[tenant].popleft()
+        if not self._waiting[tenant]:
+          del self._waiting[tenant]
+        if part.future.set_running_or_notify_cancel():
+          self._turns.charge(tenant, part.tokens)
+          self._used += part.count
+          self._threads.submit(self._call, part)
+
+  def stop(self) -> None:
+    """Ends all waits."""
+    with self._lock:
+      self._closes = True
+    self.start_next()
 
   def close(self) -> None:
-    """Ends all waits."""
-    with self._changed:
-      self._closes = True
-      self._changed.notify_all()
+    """Waits for the end of the threads."""
+    self.stop()
+    self._threads.shutdown(wait=True, cancel_futures=True)
 
-  def _fits(self, tenant: str, place: object, count: int) -> bool:
-    # Nobody overtakes the next one, or a large request would wait for ever.
-    is_next = self._turns.next(self._waiting) == tenant
-    is_first = self._waiting[tenant][0] is place
-    return is_next and is_first and self._used + count <= self.most
+  def _call(self, part: _Part) -> None:
+    try:
+      end = functools.partial(part.future.set_result, part.function())
+    except BaseException as error:  # it reaches whoever reads the result
+      end = functools.partial(part.future.set_exception, error)
+    with self._lock:
+      self._used -= part.count
+    self.start_next()
+    end()  # calls what waits for the result

@@ -245,7 +245,7 @@ def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
       f"{name} holds other values than numbers; expected a flat list of numbers"
     ) from error
   if dtype.kind == "i":
-    wrong = (made != array) | (np.abs(array) > _INT32)
+    wrong = (made != array) | (array < -_INT32) | (array > _INT32)
     if wrong.any():
       raise TinkerError(
         f"{name} has the value {array[wrong][0]}; expected integers that fit 32 bits. "

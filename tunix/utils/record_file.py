@@ -108,6 +108,18 @@ class RecordFile:
       raise damaged(self._path, offset)
     return record
 
+  def rewrite(self, records: Iterable[bytes]) -> None:
+    """Replaces all records; see `write`.
+
+    Raises:
+      OSError: the file has the old records or the new ones, and goes on with them.
+    """
+    try:
+      write(self._path, records)
+    finally:
+      self.close()  # the file of the old records
+      self.size = self._path.stat().st_size
+
   def sync(self) -> None:
     """Writes to the disk what the operating system holds, for a loss of power."""
     if not self._reads:

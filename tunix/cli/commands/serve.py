@@ -21,8 +21,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve import server
 from tunix.serve.settings import TOOL_FORMATS, ServeSettings
-from tunix.tinker import app as tinker_app
-from tunix.tinker.service import Service
+from tunix.tinker import app as tinker_app, service as service_lib
 from tunix.tinker.settings import TinkerSettings, read_keys
 from tunix.utils import env, mesh as mesh_lib, optional, text_files
 
@@ -40,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
     ImportError: the extra `serve` is not installed.
     ValueError: a number out of range, two adapters of one name; or an address that
       other machines can reach, without an API key.
+    RuntimeError: another process uses the folder of the training API, or a file in it
+      is damaged.
   """
   args = parser().parse_args(argv)
   for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
   tinker = _tinker_settings(args)
+  if tinker is not None:
+    service_lib.check_files(tinker)
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
 
@@ -75,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
   service = None
   if tinker is not None:
     driver.start()
-    service = Service(
+    service = service_lib.Service(
       model,
       tinker,
       name=settings.model_name,

@@ -22,7 +22,7 @@ from tunix.cli.build.loading import ModelLoader
 from tunix.cli.commands import export as export_command, report
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run import about, dry_run, folder as run_folder, lock, tiny
+from tunix.cli.run import about, dry_run, folder as run_folder, tiny
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import Prepared, check_model, prepare
 from tunix.cli.run.result import (
@@ -43,7 +43,7 @@ from tunix.sft import launch
 from tunix.sft.history import History
 from tunix.sft.interrupts import Stopped
 from tunix.sft.run import TrainResult
-from tunix.utils import io, mesh as mesh_lib
+from tunix.utils import folder_lock, io, mesh as mesh_lib
 from tunix.utils.setting import shared_values
 
 _log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ def _finished(run: Prepared, result: Result) -> JobResult:
   """Reports a run that is finished already."""
   folder = run.folder
   if jax.process_index() == 0 and not (folder.path / page.NAME).is_file():
-    with lock.hold(folder.path):  # the run was killed between its last two files
+    with folder_lock.hold(folder.path):  # the run was killed between its last two files
       io.sweep(folder.path)
       _write_page(folder)
   advice = how_to_train_longer(run.config, run.data, result)
@@ -241,7 +241,7 @@ def _start(run: Prepared, model: Transformer, stack: contextlib.ExitStack) -> No
     stack: receives the lock, and the writing of the run's page at the end.
   """
   folder, fingerprints = run.folder, run.data.fingerprints
-  stack.enter_context(lock.hold(folder.path))
+  stack.enter_context(folder_lock.hold(folder.path))
   io.sweep(folder.path)  # partial files of a killed process
   # Another process may have trained in the folder since the first check.
   folder.check_resume(run.config, fingerprints)

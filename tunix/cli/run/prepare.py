@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tunix.cli.build import loading, mesh as mesh_axes, optimizer
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run import folder as run_folder, lock, processes
+from tunix.cli.run import folder as run_folder, processes
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle
 from tunix.cli.settings.run import RunSettings
@@ -23,7 +23,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
 from tunix.sft.config import Schedule
-from tunix.utils import tree
+from tunix.utils import folder_lock, tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
     rows = config.training.batch_rows
     mesh = mesh_axes.build(config.mesh, rows, length, devices)
   if jax.process_index() == 0:
-    lock.check(folder.path)
+    folder_lock.check(folder.path)
   config = folder.with_former(config)
   config, tokenizer, data = settle(config, folder.scans())
   processes.compare(config, data.fingerprints)

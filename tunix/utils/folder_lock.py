@@ -1,6 +1,6 @@
-"""The lock of a run's folder: one process trains in it at a time.
+"""The lock of a folder: one process at a time trains in it, or serves it.
 
-Two processes would write to the same metrics file and checkpoints. The operating system
+Two processes would write to the same metrics file, checkpoints or journals. The system
 holds the lock and releases it when the process ends for whatever reason. The file
 `.lock` stays and means nothing by itself; it holds the process id for error messages.
 """
@@ -23,8 +23,15 @@ _PATIENCE_S = 0.5
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
-def check(folder: pathlib.Path) -> None:
-  """Refuses a folder in which another process trains; changes nothing.
+def check(
+  folder: pathlib.Path, task: str = "training in", key: str = "output_dir"
+) -> None:
+  """Refuses a folder that another process uses; changes nothing.
+
+  Args:
+    folder: the folder.
+    task: what the process does with the folder, for the message of the error.
+    key: name of the setting of the folder, for the same message.
 
   Raises:
     RuntimeError: another process holds the lock.
@@ -32,19 +39,24 @@ def check(folder: pathlib.Path) -> None:
   if (folder / NAME).is_file():
     # OSError passes: a folder that cannot be written may hold a finished run.
     with contextlib.suppress(OSError):
-      _acquired(folder).release()
+      _acquired(folder, task, key).release()
 
 
 @contextlib.contextmanager
-def hold(folder: pathlib.Path) -> Iterator[None]:
+def hold(
+  folder: pathlib.Path, task: str = "training in", key: str = "output_dir"
+) -> Iterator[None]:
   """Holds the lock of a folder during a `with` block; creates the folder if needed.
+
+  Args:
+    folder, task, key: see `check`.
 
   Raises:
     RuntimeError: another process holds it.
     OSError: the folder cannot be written.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  lock = _acquired(folder, _sign)
+  lock = _acquired(folder, task, key, _sign)
   try:
     yield
   finally:
@@ -52,7 +64,10 @@ def hold(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _acquired(
-  folder: pathlib.Path, on_acquired: Callable[[int], None] | None = None
+  folder: pathlib.Path,
+  task: str,
+  key: str,
+  on_acquired: Callable[[int], None] | None = None,
 ) -> filelock.BaseFileLock:
   # No soft lock where the file system has none: it would outlive a killed process.
   lock = filelock.FileLock(
@@ -62,8 +77,8 @@ def _acquired(
     lock.acquire()
   except filelock.Timeout as error:
     raise RuntimeError(
-      f"{_holder(folder)} is training in {folder}: wait for it or stop it, or use "
-      "another output_dir"
+      f"{_holder(folder)} is {task} {folder}: wait for it or stop it, or use "
+      f"another {key}"
     ) from error
   except OSError as error:
     if error.errno not in _UNSUPPORTED:
