@@ -130,7 +130,8 @@ def load(folder, requests, readers, threads):
       time.sleep(0.1)
     taken = memory() - before
     assert set(codes) <= {200, 429} and codes.total() == requests
-    until(lambda: len(connections) == 2)  # those of ann and bob
+    # Those of ann and bob; idle ones end after 30 s.
+    until(lambda: len(connections) == 2, seconds=90)
     for one in slow:  # the server has left those that it sent the result
       head, _, body = rest_of(one).partition(b"\r\n\r\n")
       (size,) = re.findall(rb"content-length: (\d+)", head)

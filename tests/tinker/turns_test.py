@@ -64,8 +64,8 @@ def test_a_cancelled_wait_gives_way_and_pays_nothing():
   room.close()
 
 
-def until(condition):
-  end = time.monotonic() + 30
+def until(condition, seconds=30):
+  end = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < end
     time.sleep(0.001)
