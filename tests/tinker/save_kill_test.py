@@ -50,6 +50,7 @@ def copies(root, to):
 
 def save(store, value, **options):
   meta = {"request": str(value), "is_ephemeral": False, "expires_at": None}
+  meta["spec"] = {}
   store.save(PLACE, {"a": np.full(4, value)}, None, meta, **options)
 
 

@@ -181,6 +181,7 @@ def _read_prompts(
     raise bad("prompt", f"{len(items)} prompts, and this server takes {most} at once")
   texts = [item for item in items if isinstance(item, str)]
   if len(texts) == len(items):
+    context.check_size(texts, "prompt")  # all, before the first is tokenized
     return [(context.prompt_ids(text, adds), text) for text in texts]
   lists = [item for item in items if isinstance(item, list) and is_ids(item)]
   if len(lists) == len(items):

@@ -125,7 +125,9 @@ class TrainState:
       jax.device_put(x, device) if offload.is_on_host(x) else x
       for x in jax.tree.leaves(self.module.params)
     ]
-    return not params or bool(_all_finite(params))
+    # Not the current mesh: it may have other devices, or other kinds of axes.
+    with mesh_lib.use_mesh(mesh_lib.mesh_of(params)):
+      return not params or bool(_all_finite(params))
 
   def hand_back(self) -> nnx.Module:
     """Gives the caller's module the current arrays, on the caller's mesh."""
