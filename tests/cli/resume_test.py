@@ -220,7 +220,9 @@ def test_a_folder_from_before_a_key_keeps_what_it_did(begun, tmp_path):
   for line in added:
     assert f"  {line}\n" in text
     text = text.replace(f"  {line}\n", "")
-  (out / "config.yaml").write_text(text)
+  values = yaml.safe_load(text)
+  del values["optimizer"]["decay_targets"]
+  (out / "config.yaml").write_text(yaml.safe_dump(values))
   assert RunFolder(out).read_config().tokenizer.add_bos is True
 
   def shapes(**more):
