@@ -1,5 +1,6 @@
 """The command itself, and `data`, `generate` and `export`."""
 
+import gc
 import json
 import pathlib
 import shutil
@@ -435,3 +436,14 @@ def test_generate_refuses_nonsense(model, capsys, words, message):
     "--prompt",
     "x",
   )
+
+
+def test_the_command_looks_for_garbage_less_often(monkeypatch):
+  before = gc.get_threshold()
+  try:
+    gc.set_threshold(700, 10, 10)
+    monkeypatch.setattr(sys, "argv", ["tunix", "--version"])
+    assert cli.main() == 0
+    assert gc.get_threshold()[0] > 700
+  finally:
+    gc.set_threshold(*before)

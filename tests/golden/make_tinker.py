@@ -2,8 +2,8 @@
 
 Run it with the last version whose journals had no checksums of heads:
 
-  git worktree add /tmp/before 2d24565a
-  PYTHONPATH=/tmp/before python tests/golden/make_tinker.py
+  git worktree add ../before 2d24565a
+  PYTHONPATH=../before python tests/golden/make_tinker.py
 
 The model has a state (generation 1), a checkpoint `one`, results after the state, and
 request 9, which waits for number 8. A sampling request waits for an engine.
