@@ -180,10 +180,6 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ({"rollout__min_p": 0.5}, "it belongs to the jobs grpo and ppo"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
     (
-      ON_POLICY | {"data__pad_to": "longest"},
-      "data.pad_to is 'longest' and distill.on_policy_fraction is 0.5",
-    ),
-    (
       {"data__pad_to": "longest", "distill__cache": "x"},
       "data.pad_to is 'longest' and distill.cache is '",
     ),

@@ -1,5 +1,6 @@
 """The widths of rows in every job that trains on given records."""
 
+import dataclasses
 import itertools
 import json
 
@@ -8,6 +9,7 @@ import pytest
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.build import loading
+from tunix.cli.commands import train
 from tunix.cli.jobs.table import JOBS
 
 PAIR = {"prompt": "How many days?", "chosen": "Seven.", "rejected": "Five."}
@@ -69,6 +71,70 @@ def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
   assert said == "64 tokens for the prompt and 64 for a completion"
   data = built(keys, data__pad_to="max_length")
   assert shapes(data.train) == dict.fromkeys(fields, (4, 512))
+
+
+ROLLOUTS = {"rollout__max_tokens_to_generate": 7, "data__max_length": None}
+WRITING = {
+  "grpo": {"reward__functions": "[exact_match]"},
+  "ppo": {"reward__functions": "[exact_match]"},
+  "distill": {"distill__on_policy_fraction": 0.5},
+}
+
+
+@pytest.fixture(params=WRITING)
+def rollouts(settings, tmp_path, request):
+  """Settings of a job whose model writes, with short prompts but one."""
+  own = WRITING[request.param] | ROLLOUTS | {"job": request.param}
+  if request.param == "distill":
+    own["distill__teacher"] = settings["model__path"]
+  answer = "completion" if request.param == "distill" else "answer"
+  for name, words in (("train", 1), ("eval", 70)):
+    file = tmp_path / f"{name}.jsonl"
+    record = {"prompt": "sea " * words, answer: "Two."}
+    file.write_text(json.dumps(record) + "\n")
+    own[f"data__{name}"] = file
+  both = settings | {"training__global_batch_size": 1} | own
+  return {name: value for name, value in both.items() if value is not None}
+
+
+def test_prompts_of_rollouts_have_the_length_of_the_longest(rollouts, monkeypatch):
+  def limit(**more):
+    sizes = []
+    monkeypatch.setattr(train, "Loaded", lambda **x: sizes.append(x["config"].rollout))
+    with pytest.raises(AttributeError):  # no trainer is made of None
+      train.run(config_lib.load(runs.arguments(**rollouts | more)))
+    return sizes[0].max_prompt_length
+
+  alone = {"data__eval": "null"}
+  assert limit(**alone) == 64 and limit() == 128
+  assert limit(**alone, data__pad_to="max_length") == 256
+  assert limit(**alone, rollout__max_prompt_length=40) == 40
+  data = built(rollouts | alone)
+  assert str(data.widths["train"]) == (
+    "64 tokens for the prompt and 7 for a completion"
+  )
+
+
+def test_prompts_divide_over_the_shards_of_their_tokens(rollouts):
+  """If the completions do not, prompts keep the limit, with which rows do."""
+  alone = rollouts | {"data__eval": "null", "mesh": "{cp: 6}"}
+
+  def widths(prompt, completion):
+    limits = {
+      "rollout__max_prompt_length": prompt,
+      "rollout__max_tokens_to_generate": completion,
+    }
+    return dataclasses.astuple(built(alone | limits).widths["train"].layout)
+
+  assert widths(600, 12) == (192, 12) and widths(599, 13) == (599, 13)
+
+
+def test_prompts_of_environments_have_no_known_length(settings):
+  env = {"env": "tunix.rl.env:GuessNumber", "job": "grpo"}
+  keys = settings | env | WRITING["grpo"] | {"data__pad_to": "longest"}
+  del keys["data__max_length"]
+  with pytest.raises(ValueError, match="env is set and data.pad_to is 'longest'"):
+    config_lib.load(runs.arguments(**keys))
 
 
 def test_rows_have_the_limit_where_records_were_not_scanned(long):

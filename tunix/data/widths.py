@@ -151,7 +151,6 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
     for part, field in _LIMITS.items()
     if part in counts
   }
+  narrow = dataclasses.replace(layout, **widths)
   # The limit of one part need not divide: only the sum of both does.
-  if sum(widths.values()) % shards:
-    return layout
-  return dataclasses.replace(layout, **widths)
+  return layout if sum(dataclasses.astuple(narrow)) % shards else narrow

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
-from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import widths
+from tunix.data.records import ANSWERED, PROMPT_ROWS, PROMPTS
+from tunix.data.rows import SideBySide
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source
 from tunix.data.widths import Widths
 
 
 def choose(
-  config: RunSettings, source: Source, report: Report | None, *, training: bool
+  config: Any, source: Source, report: Report | None, *, training: bool
 ) -> Widths | None:
   """Returns the widths of rows; None if the settings decide them.
 
   Args:
-    config: settings of the run.
+    config: settings of the run, of the class of its job.
     source: records and their settings.
     report: report of the records' scan; None scans them here.
     training: True for training, False for evaluation.
   """
-  if not isinstance(config, StreamRun) or config.pad_to != "longest":
+  if config.pad_to != "longest":
     return None
-  report = scan(source, config.data.scan_limit) if report is None else report
+  if report is None:
+    report = scan(source, getattr(config.data, "scan_limit", None))
+  shards = _shards(config.mesh)
+  if source.kind in (PROMPT_ROWS, PROMPTS, ANSWERED):
+    # The model writes the completions, whose lengths no scan sees.
+    limits = SideBySide(
+      max_prompt_length=source.layout.max_prompt_length,
+      max_completion_length=config.rollout.max_tokens_to_generate,
+    )
+    prompts = dataclasses.replace(report, lengths={"prompt": report.lengths["prompt"]})
+    return Widths(layout=widths.bounded(limits, prompts, shards))
   sizes = config.training
   rows = sizes.global_batch_size if training else sizes.eval_rows
-  return widths.choose(source.layout, report, rows, _shards(config.mesh))
+  return widths.choose(source.layout, report, rows, shards)
 
 
 def _shards(mesh: Mapping[str, int]) -> int:

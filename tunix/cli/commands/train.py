@@ -168,7 +168,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     if (cache := config.compilation_cache) is not None and shipped.is_in(cache):
       stack.enter_context(shipped.loaded(cache, mesh, _say))
     loaded = Loaded(
-      config=config,
+      config=prepared.sized,
       model=model,
       tokenizer=prepared.tokenizer,
       optimizer=prepared.optimizer,

@@ -164,11 +164,10 @@ class DistillRun(StreamRun):
   def follows_lengths(self) -> bool:
     """True if rows may be as short as the longest record.
 
-    Rows of prompts are made by the student. A cache finds rows by their padded tokens,
-    so their width must not depend on the other records.
+    A cache finds rows by their padded tokens, so their width must not depend on the
+    other records.
     """
-    is_fixed = self.is_on_policy or self.distill.cache is not None
-    return super().follows_lengths and not is_fixed
+    return super().follows_lengths and self.distill.cache is None
 
   def kind(self, *, training: bool) -> Kind:
     """Returns the kind of the records: examples, or prompts for the student."""
@@ -231,13 +230,9 @@ def check(config: DistillRun) -> None:
         f"follow {reader}, leave {prefix}.{name} out"
       )
   if config.data.pad_to == "longest" and not config.follows_lengths:
-    reader = (
-      f"on_policy_fraction is {section.on_policy_fraction}, whose rows follow rollout"
-      if config.is_on_policy
-      else f"cache is {section.cache!r}, which finds rows by their padded tokens"
-    )
     raise ValueError(
-      f"data.pad_to is 'longest' and distill.{reader}. Leave data.pad_to out"
+      f"data.pad_to is 'longest' and distill.cache is {section.cache!r}, which finds "
+      "rows by their padded tokens. Leave data.pad_to out"
     )
   if section.teacher is None and section.cache is None:
     raise ValueError(

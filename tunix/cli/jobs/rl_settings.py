@@ -198,11 +198,21 @@ class RLRun(RunSettings):
         "messages of environments. Leave both out, or set tokenizer.template_args for "
         "all conversations"
       )
+    if self.env is not None and self.data.pad_to == "longest":
+      raise ValueError(
+        "env is set and data.pad_to is 'longest', and the lengths of an environment's "
+        "prompts are not known. Leave data.pad_to out"
+      )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(
         "episode has limits and env is not set, so there are no episodes. Set env, or "
         "leave episode out"
       )
+
+  @property
+  def follows_lengths(self) -> bool:
+    """True if the prompts are those of the data, and not of environments."""
+    return self.env is None
 
   @property
   def rollout_axes(self) -> dict[str, int]:

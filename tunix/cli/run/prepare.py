@@ -17,6 +17,7 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder, processes
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle
+from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.generate import capacity, decoders
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -57,6 +58,19 @@ class Prepared:
     keys, most = JOBS[self.config.job].length(self.config)
     found = [widths.tokens for widths in self.data.widths.values()]
     return keys, max(found, default=most)
+
+  @property
+  def sized(self) -> RunSettings:
+    """The settings that the trainer is built from.
+
+    Rollouts have the width of the prompts, as `data.pad_to` sets. The run keeps the
+    limit in its config.yaml, because a resumed run finds the same width again.
+    """
+    widths = self.data.widths.values()
+    if not widths or JOBS[self.config.job].rollout(self.config) is None:
+      return self.config
+    longest = max(each.layout.max_prompt_length for each in widths)
+    return keys.with_value(self.config, "rollout.max_prompt_length", longest)
 
 
 def prepare(config: RunSettings, *, join: bool = True) -> Prepared:

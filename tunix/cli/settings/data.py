@@ -42,6 +42,13 @@ class DataSettings:
     chat: true makes plain prompts user turns of the chat template, false leaves them as
       they are; null: true if the tokenizer has a chat template.
     template_args: further variables of the chat template, for records that bring none.
+    pad_to: longest pads the rows of a step to the longest of them, rounded up to one of
+      at most four lengths. These are chosen from the lengths that the scan saw; if it
+      did not see all records, there is one, data.max_length. Prompts with completions
+      have one length each; prompts of rollouts have the length of the longest one.
+      max_length pads every row to the limits. It changes memory, speed and last bits,
+      not results. null: longest. Rows of data.packing and data.length_buckets, prompts
+      of environments and rows for distill.cache have lengths of their own.
   """
 
   train: tuple[str, ...] | str | None = setting(
@@ -57,6 +64,7 @@ class DataSettings:
   overlong: Literal["error", "truncate", "drop"] = "error"
   chat: bool | None = None
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  pad_to: Literal["longest", "max_length"] | None = None
 
   def __post_init__(self):
     checks.fields(self, num_epochs=checks.COUNT)
@@ -89,12 +97,6 @@ class StreamSettings(DataSettings):
     scan_limit: records that are tokenized and checked before the training; null: all of
       them.
     num_threads: threads that tokenize ahead; 0: none. Batches do not depend on it.
-    pad_to: longest pads the rows of a step to the longest of them, rounded up to one of
-      at most four lengths. These are chosen from the lengths that the scan saw; if it
-      did not see all records, there is one, data.max_length. Prompts with completions
-      have one length each. max_length pads every row to data.max_length. It changes
-      memory, speed and last bits, not results. null: longest. data.packing and
-      data.length_buckets have row lengths of their own.
     reasoning: what happens to trained turns that reason under a chat template that
       turns reasoning off, such as {enable_thinking: false} in data.template_args. error
       ends the command, strip trains the answers without their reasoning, keep trains
@@ -103,7 +105,6 @@ class StreamSettings(DataSettings):
 
   scan_limit: int | None = setting(None, may_change=True)
   num_threads: int = setting(1, may_change=True)
-  pad_to: Literal["longest", "max_length"] | None = None
   reasoning: Reasoning | None = None
 
   def __post_init__(self):

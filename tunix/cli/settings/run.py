@@ -416,6 +416,16 @@ class RunSettings(abc.ABC):
     return self.data.overlong == "drop"
 
   @property
+  def follows_lengths(self) -> bool:
+    """True if rows may be as short as the longest record."""
+    return True
+
+  @property
+  def pad_to(self) -> str:
+    """The value of data.pad_to, with null resolved."""
+    return self.data.pad_to or ("longest" if self.follows_lengths else "max_length")
+
+  @property
   def rollout_axes(self) -> dict[str, int]:
     """Sizes by axis of the devices that only sample; {}: there are none."""
     return {}
@@ -430,15 +440,10 @@ class StreamRun(RunSettings):
 
   @property
   def follows_lengths(self) -> bool:
-    """True if rows may be as short as the longest record."""
+    """See `RunSettings`."""
     return self.data.is_padded
 
   @property
   def drops(self) -> bool:
     """True if records may be left out."""
     return super().drops or self.data.reasoning == "strip"
-
-  @property
-  def pad_to(self) -> str:
-    """The value of data.pad_to, with null resolved."""
-    return self.data.pad_to or ("longest" if self.follows_lengths else "max_length")
