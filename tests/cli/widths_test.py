@@ -8,9 +8,9 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading
 from tunix.cli.commands import train
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading
 
 PAIR = {"prompt": "How many days?", "chosen": "Seven.", "rejected": "Five."}
 LABELLED = [
@@ -133,7 +133,7 @@ def test_prompts_of_environments_have_no_known_length(settings):
   env = {"env": "tunix.rl.env:GuessNumber", "job": "grpo"}
   keys = settings | env | WRITING["grpo"] | {"data__pad_to": "longest"}
   del keys["data__max_length"]
-  with pytest.raises(ValueError, match="env is set and data.pad_to is 'longest'"):
+  with pytest.raises(ValueError, match=r"env is set and data.pad_to is 'longest'"):
     config_lib.load(runs.arguments(**keys))
 
 

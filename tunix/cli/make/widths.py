@@ -1,0 +1,53 @@
+"""Chooses the widths of rows for a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from tunix.data import widths
+from tunix.data.records import ANSWERED, PROMPT_ROWS, PROMPTS
+from tunix.data.rows import SideBySide
+from tunix.data.scan import Report, scan
+from tunix.data.source import Source
+from tunix.data.widths import Widths
+
+
+def choose(
+  config: Any, source: Source, report: Report | None, *, training: bool
+) -> Widths | None:
+  """Returns the widths of rows; None if the settings decide them.
+
+  Args:
+    config: settings of the run, of the class of its job.
+    source: records and their settings.
+    report: report of the records' scan; None scans them here.
+    training: True for training, False for evaluation.
+  """
+  if config.pad_to != "longest":
+    return None
+  if report is None:
+    report = scan(source, getattr(config.data, "scan_limit", None))
+  shards = _shards(config.mesh)
+  if source.kind in (PROMPT_ROWS, PROMPTS, ANSWERED):
+    # The model writes the completions, whose lengths no scan sees.
+    layout: Any = source.layout
+    limits = SideBySide(
+      max_prompt_length=layout.max_prompt_length,
+      max_completion_length=config.rollout.max_tokens_to_generate,
+    )
+    prompts = dataclasses.replace(report, lengths={"prompt": report.lengths["prompt"]})
+    return Widths(layout=widths.bounded(limits, prompts, shards))
+  sizes = config.training
+  rows = sizes.global_batch_size if training else sizes.eval_rows
+  return widths.choose(source.layout, report, rows, shards)
+
+
+def _shards(mesh: Mapping[str, int]) -> int:
+  """Returns a number of shards that the tokens of a row must divide over."""
+  shards = mesh.get("cp", 1)
+  # -1 is one of the divisors of the number of devices.
+  return jax.device_count() if shards == -1 else shards
