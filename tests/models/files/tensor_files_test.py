@@ -164,7 +164,7 @@ def test_staged_folder_leaves_nothing_after_an_error(tmp_path):
 FULL_DISK = """
 import pathlib, resource, signal, sys
 import numpy as np
-from tunix.models import tensor_files
+from tunix.models.files import tensor_files
 folder = pathlib.Path(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

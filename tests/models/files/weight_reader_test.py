@@ -174,7 +174,7 @@ PEAK = """
 import pathlib, resource, sys
 import jax
 import numpy as np
-from tunix.models import tensor_files
+from tunix.models.files import tensor_files
 from tunix.models.files.tensor_files import NewTensor
 from tunix.models.transformer.params import Placement
 from tunix.models.files.weight_reader import WeightReader

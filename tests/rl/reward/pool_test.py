@@ -240,7 +240,7 @@ def test_a_worker_does_not_outlive_its_trainer(tmp_path):
   code = f"""
     import os, threading
     from tests.rl import reward_faults
-    from tunix.rl import reward_pool
+    from tunix.rl.reward import pool as reward_pool
     pool = reward_pool.RewardPool([reward_faults.hang], workers=1, timeout_s=0.5)
     # The trainer dies in the middle of the call, before its deadline.
     def die():

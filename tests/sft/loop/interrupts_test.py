@@ -128,7 +128,7 @@ def test_equal_signals_that_python_joins_act_as_two(heard, stderr, monkeypatch):
 
 BUSY = """
 import hashlib, os, signal
-from tunix.sft import interrupts
+from tunix.sft.loop import interrupts
 interrupts._GRACE = 0.1
 press = lambda: os.kill(os.getpid(), signal.SIGINT)
 with interrupts.DeferredSignals():

@@ -228,7 +228,7 @@ class _Worker:
     with worker_end:
       code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tunix.rl import reward_worker; reward_worker.main({worker_end.fileno()})"
+        f"from tunix.rl.reward import worker; worker.main({worker_end.fileno()})"
       )
       self.process = subprocess.Popen(
         [sys.executable, "-c", code],
