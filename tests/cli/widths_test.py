@@ -133,7 +133,7 @@ def test_prompts_of_environments_have_no_known_length(settings):
   env = {"env": "tunix.rl.env:GuessNumber", "job": "grpo"}
   keys = settings | env | WRITING["grpo"] | {"data__pad_to": "longest"}
   del keys["data__max_length"]
-  with pytest.raises(ValueError, match="env is set and data.pad_to is 'longest'"):
+  with pytest.raises(ValueError, match=r"env is set and data.pad_to is 'longest'"):
     config_lib.load(runs.arguments(**keys))
 
 
