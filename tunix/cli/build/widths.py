@@ -34,8 +34,9 @@ def choose(
   shards = _shards(config.mesh)
   if source.kind in (PROMPT_ROWS, PROMPTS, ANSWERED):
     # The model writes the completions, whose lengths no scan sees.
+    layout: Any = source.layout
     limits = SideBySide(
-      max_prompt_length=source.layout.max_prompt_length,
+      max_prompt_length=layout.max_prompt_length,
       max_completion_length=config.rollout.max_tokens_to_generate,
     )
     prompts = dataclasses.replace(report, lengths={"prompt": report.lengths["prompt"]})
