@@ -7,7 +7,7 @@ the models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,9 @@ from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import inference_worker, metrics, roles, route_arrays, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
-from tunix.rl.env.policy import Policy
 from tunix.rl.inference_worker import InferenceWorker
-from tunix.rl.rollout import turns
 from tunix.rl.rollout.base_rollout import RolloutOutput
+from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.trainer import Trainer
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
@@ -166,21 +165,17 @@ class RLCluster:
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
 
-  @contextlib.contextmanager
-  def turns(
-    self, mode: Mode, key: jax.Array, *, episodes: int, limit: int, first: int = 0
-  ) -> Iterator[Policy]:
-    """Gives an object that draws the actions of episodes; see `rollout.turns`.
+  def client(
+    self, mode: Mode, key: jax.Array, **sizes: int
+  ) -> contextlib.AbstractContextManager[SamplingClient]:
+    """Lends a client that draws the actions of episodes; see `BaseRollout.client`.
 
     Raises:
       UnknownWeightsError: the weights of the engine were changed and not published.
     """
     if (model := self._sampling_model()) is not None:
       self._sync.identify(model)
-    config = self.cluster_config.rollout(mode)
-    options = {"episodes": episodes, "limit": limit, "first": first}
-    with turns.turns(self.rollout, config, key, **options) as policy:
-      yield policy
+    return self.rollout.client(self.cluster_config.rollout(mode), key, **sizes)
 
   def ids_of(self, prompt: Any) -> np.ndarray:
     """Returns the ids of a prompt, int32 [T]: of a text, of ids, or of messages."""

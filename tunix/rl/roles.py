@@ -14,7 +14,7 @@ from tunix.models.automodel import AutoModel
 from tunix.rl.config import ClusterConfig, Role
 from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import BaseRollout
-from tunix.rl.weights import local_arrays, reshard
+from tunix.rl.weights import reshard
 from tunix.utils import mesh as mesh_lib
 
 ENGINES = {
@@ -82,26 +82,14 @@ def make_rollout(
       )
     module, name = ENGINES[engine].split(":")
     engine = getattr(importlib.import_module(module), name)
-  model: Any = actor
-  rollout_mesh = mesh_of(config, Role.ROLLOUT)
   # `mesh_of` of the arrays finds no mesh of one device, so that of the role is first.
   actor_mesh = mesh_of(config, Role.ACTOR) or mesh_lib.mesh_of(nnx.state(actor))
-  actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
-  if engine.is_remote:
-    return engine(actor, tokenizer, config.widest_rollout())
-  if engine.is_per_process:
-    rollout_mesh = (config.role_to_mesh or {}).get(Role.ROLLOUT)
-    if rollout_mesh is None:
-      rollout_mesh = local_arrays.default_mesh(actor_mesh)
-    local_arrays.check_mesh(actor_mesh, rollout_mesh)
-    model = reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
-  # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
-  elif rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
-    model = reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
-  elif config.training_config.staleness:
-    # The engine samples with older weights while the actor changes. Arrays that are not
-    # trained stay shared.
-    model = nnx.clone(actor)
+  model = engine.module_of(
+    actor,
+    actor_mesh and mesh_lib.auto(actor_mesh),
+    (config.role_to_mesh or {}).get(Role.ROLLOUT),
+    samples_behind=bool(config.training_config.staleness),
+  )
   return engine(model, tokenizer, config.widest_rollout())
 
 

@@ -14,6 +14,7 @@ from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.weights import placement
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.steps.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
@@ -138,11 +139,6 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
     ValueError: an engine, an algorithm or a placement does not allow it.
   """
   name = cluster.cluster_config.training_config.schedule
-  if name == "greedy" and cluster.rollout.is_remote:
-    raise ValueError(
-      "schedule is 'greedy', whose journal describes an engine of its own process, and "
-      "the engines are on other hosts: set schedule to lagged"
-    )
   if jax.process_count() > 1:
     _check_processes_overlap(cluster, name)
   if config.collects_batches:
@@ -152,19 +148,18 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
       "dynamic_sampling to False, or schedule to sync"
     )
   try:
-    engine = None if cluster.rollout.is_remote else cluster.rollout.model()
+    samples = cluster.rollout.devices() | placement.devices_of(cluster.reward)
   except TypeError:
     raise ValueError(
       f"rollout_engine is {type(cluster.rollout).__name__}, whose weights are in "
       f"another process, and schedule is {name!r}: use the vanilla engine, or set "
       "schedule to sync"
     ) from None
-  trains = _devices(cluster.actor, cluster.critic, cluster.reference)
-  samples = _devices(engine, cluster.reward)
+  trains = placement.devices_of(cluster.actor, cluster.critic, cluster.reference)
   # Two threads that start programs over the same devices may start them in another
   # order on each device. Programs that exchange data then wait for each other.
   # An engine on one device exchanges nothing with others while it samples.
-  is_alone = cluster.rollout.is_per_process and len(samples) == 1
+  is_alone = cluster.rollout.mesh is not None and len(samples) == 1
   if trains & samples and len(trains | samples) > 1 and not is_alone:
     raise ValueError(
       f"schedule is {name!r} and {len(trains & samples)} of {len(trains | samples)} "
@@ -181,7 +176,7 @@ def _check_processes_overlap(cluster: RLCluster, name: str) -> None:
     ValueError: the schedule, the engine, its devices or a role does not allow it.
   """
   given = f"schedule is {name!r} and there are {jax.process_count()} processes"
-  if not cluster.rollout.is_per_process:
+  if cluster.rollout.mesh is None:
     raise ValueError(
       f"{given}, whose samples and updates would be programs over all devices, started "
       'in another order on each process: set rollout_engine to "per_process", or '
@@ -207,11 +202,6 @@ def _check_routes(cluster: RLCluster) -> None:
       f"replay_routes is True and the actor is {type(cluster.actor).__name__}; "
       "expected a mixture of experts of tunix. Set replay_routes to False"
     ) from error
-
-
-def _devices(*models: nnx.Module | None) -> set[Any]:
-  arrays = [x for m in models if m is not None for x in jax.tree.leaves(nnx.state(m))]
-  return {d for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
 
 
 def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:

@@ -6,14 +6,14 @@ from tests.rl.clusters import Words
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
+from tunix.rl.rollout.client import Drawn
 
 
 class FixedPolicy:
   """Draws the same ids at every turn."""
 
-  vocab_size = None
+  vocab_size: int | None = None
 
   def __init__(self, ids=(3, 4)):
     self._ids, self._waiting = np.array(ids, np.int32), []
@@ -26,6 +26,9 @@ class FixedPolicy:
   def submit(self, draws):
     self._waiting += draws
     self.draws += draws
+
+  def cancel(self):
+    self._waiting.clear()
 
   def poll(self):
     ready, self._waiting = self._waiting, []

@@ -12,10 +12,10 @@ from tunix.rl.env.adapters.openenv import OpenEnvEnvironment
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.env import Action
 from tunix.rl.env.making import group_of, one
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 from tunix.rl.env.tool_env import ToolEnv
 from tunix.rl.env.tools.calculator import calculate
+from tunix.rl.rollout.client import Drawn
 
 
 class Script:

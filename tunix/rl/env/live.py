@@ -8,8 +8,8 @@ from typing import Any
 
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.episode import Episode
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.prompt_ids import PromptIds
+from tunix.rl.rollout.client import Drawn
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
 

@@ -1,11 +1,11 @@
-"""Runs the episodes of a batch: many environments over one policy.
+"""Runs the episodes of a batch: many environments over one client.
 
     make_envs -> initial_observation -> draw -> step -> draw -> ... -> group rewards
 
-Calls of environments run in threads (calls.py), actions are drawn in the caller's
-thread (policy.py). Each episode is in one of three places: an environment works on it,
-it waits for an action, or it has ended. The loop below moves episodes on, and every
-wait in it has a bound.
+Calls of environments run in threads (calls.py). The client draws actions in the
+caller's thread (rollout/client.py). Each episode is in one of three places: an
+environment works on it, it waits for an action, or it has ended. The loop below moves
+episodes on, and every wait in it has a bound.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.live import Group, Live, MakeGroup
-from tunix.rl.env.policy import Draw, Drawn, Policy
 from tunix.rl.reward.outcomes import describe, message_of
 from tunix.rl.reward.pool import START_TIMEOUT_S
+from tunix.rl.rollout.client import Draw, Drawn, SamplingClient
 
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed
@@ -62,20 +62,20 @@ class Runner:
     self.waited_s = 0.0
 
   def run(
-    self, makers: Sequence[MakeGroup], group_size: int, policy: Policy
+    self, makers: Sequence[MakeGroup], group_size: int, client: SamplingClient
   ) -> list[Episode]:
     """Runs one group of episodes for each maker.
 
     Args:
       makers: functions that return an `EnvGroup`.
       group_size: episodes of a group.
-      policy: draws the actions.
+      client: draws the actions.
 
     Returns: the episodes, group by group. Those whose environment failed have a
       `failure`.
     """
     calls = Calls(self._config.workers, self._config.timeout_s)
-    return _Batch(self, makers, group_size, policy, calls).run()
+    return _Batch(self, makers, group_size, client, calls).run()
 
   def room(self, live: Live) -> int:
     """Returns the number of tokens that the next action may have."""
@@ -91,11 +91,11 @@ class _Batch:
     runner: Runner,
     makers: Sequence[MakeGroup],
     group_size: int,
-    policy: Policy,
+    client: SamplingClient,
     calls: Calls,
   ):
     self._runner, self._config = runner, runner._config
-    self._size, self._policy, self._calls = group_size, policy, calls
+    self._size, self._client, self._calls = group_size, client, calls
     self._groups = [Group(number, make) for number, make in enumerate(makers)]
     self._lives: list[Live] = []
     for group in self._groups:
@@ -126,17 +126,17 @@ class _Batch:
       self._calls.start(id, made, group.make, extra_s=extra, discard=close_made)
     try:
       self._run()
-    except BaseException:  # of the policy: the engine failed, or nobody waits any more
+    except BaseException:  # of the client: the engine failed, or nobody waits any more
       self._close_all()
       raise
     return [live.episode for live in self._lives]
 
   def _run(self) -> None:
-    while self._calls.open or self._policy.open or self._ready:
+    while self._calls.open or self._client.open or self._ready:
       self._draw()
-      for drawn in self._policy.poll() if self._policy.open else ():
+      for drawn in self._client.poll() if self._client.open else ():
         self._guarded("act", drawn.episode, self._act, drawn)
-      waits = not self._policy.open  # `_draw` left the ready ones for calls at work
+      waits = not self._client.open  # `_draw` left the ready ones for calls at work
       if waits and not self._ready and self._calls.all_wait:
         self._calls.fail_waiting(
           "it waits for another episode of its group, and none of them can go on"
@@ -191,12 +191,12 @@ class _Batch:
   def _draw(self) -> None:
     """Submits the episodes that wait for an action; in "turns" all at once."""
     is_early = self._config.order == "turns" and (
-      self._calls.working or self._policy.open
+      self._calls.working or self._client.open
     )
     if not self._ready or is_early:
       return
     ready, self._ready = sorted(self._ready, key=lambda live: live.number), []
-    self._policy.submit([self._draw_of(live) for live in ready])
+    self._client.submit([self._draw_of(live) for live in ready])
 
   def _draw_of(self, live: Live) -> Draw:
     texts, ids = live.stops
@@ -328,7 +328,7 @@ class _Batch:
       return
     prompt = live.conversation.observe(observation)
     live.stops = env_lib.stops_of(stop)
-    env_lib.check_ids([*prompt, *live.stops[1]], self._policy.vocab_size)
+    env_lib.check_ids([*prompt, *live.stops[1]], self._client.vocab_size)
     drawn = () if live.drawn is None else live.drawn.ids
     if not live.prompt.follow(drawn, prompt):
       live.row_prompt = len(prompt)

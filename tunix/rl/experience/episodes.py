@@ -17,7 +17,6 @@ from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.episode import Episode, Row
 from tunix.rl.env.making import MakeEnv
-from tunix.rl.env.policy import Policy
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
 from tunix.rl.experience import saved_rollouts
@@ -25,6 +24,7 @@ from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
 from tunix.rl.reward.outcomes import Failed, Outcome, checked
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout.client import SamplingClient
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
 from tunix.utils.metric import Metric
@@ -98,7 +98,7 @@ class Episodes:
         f"env is a {type(make).__name__}, expected a function env(prompt, **columns) "
         "that makes an environment"
       )
-    if jax.process_count() > 1 and not cluster.rollout.is_per_process:
+    if jax.process_count() > 1 and cluster.rollout.mesh is None:
       raise ValueError(
         f"env is set and there are {jax.process_count()} processes, whose environments "
         'cannot share one engine: set rollout_engine to "per_process", or start one '
@@ -154,9 +154,8 @@ class Episodes:
     run = functools.partial(self._share, batch, mine, mode, group, key)
     if jax.process_count() == 1:
       return self._rows(run(), batch, mode, group)
-    rollout: Any = self._cluster.rollout  # one in each process, see the constructor
     to_json = lambda: saved_rollouts.episodes_to_json(run())
-    parts = rollout.exchange("episodes", to_json)
+    parts = self._cluster.rollout.exchange("episodes", to_json)
     episodes = [x for part in parts for x in saved_rollouts.episodes_from_json(part)]
     return self._rows(episodes, batch, mode, group)
 
@@ -169,24 +168,26 @@ class Episodes:
     sizes = {"episodes": len(mine) * group, "limit": limit, "first": mine.start * group}
     if not mine:
       return []
-    with self._cluster.turns(mode, key, **sizes) as policy:
-      episodes, waited_s = self._run(batch.take(mine), mode, group, policy)
+    with self._cluster.client(mode, key, **sizes) as client:
+      episodes, waited_s = self._run(batch.take(mine), mode, group, client)
     self._waited_s += waited_s
     return episodes
 
-  def run(self, batch: PromptBatch, mode: Mode, group: int, policy: Policy) -> Rollouts:
+  def run(
+    self, batch: PromptBatch, mode: Mode, group: int, client: SamplingClient
+  ) -> Rollouts:
     """Runs the episodes of a batch in this process; several threads may do so.
 
     Args:
       batch, mode, group: see `rollouts`.
-      policy: draws the actions; the numbers of episodes start at 0. The rollouts have
+      client: draws the actions; the numbers of episodes start at 0. The rollouts have
         the versions that it gives.
     """
-    episodes, _ = self._run(batch, mode, group, policy)
+    episodes, _ = self._run(batch, mode, group, client)
     return self._rows(episodes, batch, mode, group, has_versions=True)
 
   def _run(
-    self, batch: PromptBatch, mode: Mode, group: int, policy: Policy
+    self, batch: PromptBatch, mode: Mode, group: int, client: SamplingClient
   ) -> tuple[list[Episode], float]:
     """Returns the episodes, and the seconds in which only environments worked."""
     cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
@@ -205,7 +206,7 @@ class Episodes:
       max_prompt_length=config.max_prompt_length,
       max_action_tokens=config.max_tokens_to_generate,
     )
-    return runner.run(makers, group, policy), runner.waited_s
+    return runner.run(makers, group, client), runner.waited_s
 
   def _rows(
     self,

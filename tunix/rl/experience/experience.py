@@ -21,7 +21,6 @@ from tunix.rl import common, metrics, route_arrays, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env import making
-from tunix.rl.env.policy import Policy
 from tunix.rl.experience import episodes as episodes_lib
 from tunix.rl.experience.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
@@ -30,6 +29,7 @@ from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.client import SamplingClient
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination, terminal
 from tunix.utils.metric import Metric
@@ -150,7 +150,9 @@ class Experience:
     # Prompts that were put back are sampled again under the same batch number.
     return key if number is None else jax.random.fold_in(key, number)
 
-  def group(self, batch: PromptBatch, policy: Policy, phases: Phases) -> Rollouts:
+  def group(
+    self, batch: PromptBatch, client: SamplingClient, phases: Phases
+  ) -> Rollouts:
     """Samples the completions of one prompt in training, and computes their rewards.
 
     The scores are those before `shaped`. Several threads may call it; reward functions
@@ -158,22 +160,22 @@ class Experience:
 
     Args:
       batch: the prompt.
-      policy: draws the actions.
+      client: draws the actions.
       phases: receives the seconds.
     """
     with phases("rollout"):
-      rollouts = self._drawn(batch, policy)
+      rollouts = self._drawn(batch, client)
     with self._one_at_a_time, phases("rewards"):
       return self._rewarded(rollouts, is_share=True)
 
-  def _drawn(self, batch: PromptBatch, policy: Policy) -> Rollouts:
+  def _drawn(self, batch: PromptBatch, client: SamplingClient) -> Rollouts:
     """Returns the completions of one prompt, without rewards."""
     cluster, size = self._cluster, self._config.num_generations
     config = cluster.cluster_config.rollout(Mode.TRAIN)
     if (source := self._episodes) is not None:
-      return source.run(batch, Mode.TRAIN, size, policy)
+      return source.run(batch, Mode.TRAIN, size, client)
     ids = cluster.ids_of(batch.inputs[0])
-    out = one_turn.completions(cluster.tokenizer, ids, config, size, policy)
+    out = one_turn.completions(cluster.tokenizer, ids, config, size, client)
     return common.rollouts_of(
       out,
       batch,
@@ -264,9 +266,8 @@ class Experience:
     )
 
   def _note_exchange(self, phases: Phases) -> None:
-    rollout: Any = self._cluster.rollout
-    if rollout.is_per_process and jax.process_count() > 1:
-      phases.add("exchange_wait", rollout.take_waited())
+    if waited := self._cluster.rollout.take_waited():
+      phases.add("exchange_wait", waited)
 
   def _reward(self, rollouts: Rollouts, is_share: bool) -> RewardOutput:
     """Calls the reward functions and the reward model; logs failures by name."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,9 +19,14 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
-from tunix.rl.weights import placement
+from tunix.rl.rollout.client import SamplingClient
+from tunix.rl.rollout.turns import BatchClient, EngineClient
+from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
-from tunix.utils import checks
+from tunix.utils import checks, coordination, mesh as mesh_lib
+
+# Seconds that a process waits for the others' completions after its own are drawn.
+_TIMEOUT_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,18 +176,39 @@ class BaseRollout(abc.ABC):
     version: version of the engine's weights; None before the first `update_params`.
     sampler: name of the sampler that draws, for an engine that has several whose tokens
       may differ; it is part of a checkpoint. None: there is one.
-    is_per_process: True if each process samples its share of a batch. The class is then
-      made with a model on the process's own devices, unless `is_remote`.
-    is_remote: True if our own engines sample on other hosts, see `RemoteRollout`.
-    mesh: the mesh that is current in the thread that samples, if each process has an
-      engine or hosts of its own; else None.
+    mesh: the mesh that is current in the thread that samples, if this process samples
+      its share of a batch alone, on its own devices or hosts; None: all processes
+      sample together.
   """
 
   version: Any = None
   sampler: str | None = None
-  is_per_process: ClassVar[bool] = False
-  is_remote: ClassVar[bool] = False
   mesh: Mesh | None = None
+  _waited_s = 0.0
+
+  @classmethod
+  def module_of(
+    cls,
+    actor: nnx.Module,
+    actor_mesh: Mesh | None,
+    rollout_mesh: Mesh | None,
+    *,
+    samples_behind: bool,
+  ) -> nnx.Module:
+    """Returns the module that an engine of this class is made with.
+
+    Args:
+      actor: the policy that is trained.
+      actor_mesh: its mesh, with Auto axes.
+      rollout_mesh: the mesh of the role "rollout"; None: none was given.
+      samples_behind: True if the engine samples with older weights while the actor
+        changes.
+    """
+    if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
+      return reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
+    # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
+    # A clone shares the arrays that are not trained.
+    return nnx.clone(actor) if samples_behind else actor
 
   def use_sampler(self, name: str) -> None:
     """Draws with another sampler from now on: that of a run that is resumed.
@@ -229,6 +257,65 @@ class BaseRollout(abc.ABC):
     del rows, max_tokens
     return contextlib.nullcontext(None)
 
+  @contextlib.contextmanager
+  def client(
+    self,
+    config: RolloutConfig,
+    key: jax.Array,
+    *,
+    episodes: int,
+    limit: int,
+    first: int = 0,
+  ) -> Iterator[SamplingClient]:
+    """Lends a client that draws the actions of a batch of episodes.
+
+    Args:
+      config: choice of the tokens.
+      key: key of the batch.
+      episodes: number of the episodes.
+      limit: most tokens of a prompt and its action together.
+      first: number of the first episode in its batch. `Draw.episode` counts from it.
+    """
+    with self.session(episodes, limit) as engine:
+      if engine is None:
+        assert not first  # a share of a batch is drawn by an engine of this process
+        client: SamplingClient = BatchClient(self, config, key, limit)
+      else:
+        version = getattr(self.version, "step", None)
+        client = EngineClient(engine, config, key, version, first)
+      try:
+        yield client
+      finally:
+        client.cancel()
+
+  def exchange(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    """Returns the results of all processes, see `coordination.exchange`.
+
+    Args:
+      what: subject of the exchange.
+      work: function that draws this process's share and returns it as JSON.
+
+    Raises:
+      AbsentError: another process failed, or did not take part in time.
+    """
+    if jax.process_count() == 1:
+      return [work()]
+    finished = [0.0]
+
+    def timed() -> Any:
+      out = work()
+      finished[0] = time.monotonic()
+      return out
+
+    parts = coordination.exchange(what, timed, _TIMEOUT_S)
+    self._waited_s += time.monotonic() - finished[0]
+    return parts
+
+  def take_waited(self) -> float:
+    """Returns the seconds since the last call that exchanges waited for others."""
+    waited, self._waited_s = self._waited_s, 0.0
+    return waited
+
   @abc.abstractmethod
   def update_params(self, model: Any, version: Any) -> None:
     """Takes the weights of `model` and stores their `version`."""
@@ -248,6 +335,14 @@ class BaseRollout(abc.ABC):
       TypeError: the weights are in another process.
     """
     raise TypeError(f"{type(self).__name__} holds no nnx.Module")
+
+  def devices(self) -> set[Any]:
+    """Returns the devices of this run that sample.
+
+    Raises:
+      TypeError: the weights are in another process.
+    """
+    return placement.devices_of(self.model())
 
   def weights_of(self, actor: nnx.Module) -> Mapping[str, Any]:
     """Returns the actor's weights of now, for a later `load`, by path.

@@ -25,9 +25,9 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate.tokenizer_adapter import adapted
-from tunix.rl.env.policy import Draw
-from tunix.rl.rollout import shared_rollout, turns
+from tunix.rl.rollout import shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.client import Draw, SamplingClient
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.weights import placement, weight_sync
 from tunix.sft.steps.module_state import trained_variables
@@ -85,7 +85,7 @@ class RolloutHost:
     self._owner: str | None = None
     self._arriving: _Array | None = None
     self._missing: set[str] = set()
-    self._policy: Any = None
+    self._client: SamplingClient | None = None
     self._session = contextlib.ExitStack()
 
   @property
@@ -231,7 +231,7 @@ class RolloutHost:
     limit: int,
     first: int,
   ) -> None:
-    """Begins a batch of episodes; see `turns.turns`.
+    """Begins a batch of episodes; see `BaseRollout.client`.
 
     Raises:
       ValueError: the model is for the padded sampler.
@@ -245,13 +245,13 @@ class RolloutHost:
       )
     options = {"episodes": episodes, "limit": limit, "first": first}
     with mesh_lib.use_mesh(self._mesh):
-      drawing = turns.turns(
-        self._rollout, RolloutConfig(**config), seed_from_json(seed), **options
+      client = self._rollout.client(
+        RolloutConfig(**config), seed_from_json(seed), **options
       )
-      self._policy = self._session.enter_context(drawing)
+      self._client = self._session.enter_context(client)
 
   def poll(self, owner: str, draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Takes actions to draw, and works on all for a bounded time; see `Policy`.
+    """Takes actions to draw, and works on all for a bounded time; see `SamplingClient`.
 
     Returns:
       The actions that are ready.
@@ -260,14 +260,14 @@ class RolloutHost:
       HostError: no batch is open, or none of its actions waits.
     """
     self._check_owner(owner)
-    if self._policy is None:
+    if self._client is None:
       raise HostError("no batch of episodes is open: call open first", NOT_BEGUN)
     with mesh_lib.use_mesh(self._mesh):
       read = json_arrays.decoded(draws, _MOST_BYTES)
-      self._policy.submit([Draw(**draw) for draw in read])
-      if not self._policy.open:  # else a client that waits for one would ask forever
+      self._client.submit([Draw(**draw) for draw in read])
+      if not self._client.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
-      done = self._policy.poll()
+      done = self._client.poll()
     self.draws += 1
     return json_arrays.encoded([drawn._asdict() for drawn in done])
 
@@ -278,7 +278,7 @@ class RolloutHost:
 
   def _leave(self) -> None:
     """Ends the episodes that are open."""
-    self._policy = None
+    self._client = None
     with mesh_lib.use_mesh(self._mesh):
       self._session.close()
 

@@ -1,4 +1,4 @@
-"""Completions of a prompt, drawn by an object that draws the actions of episodes."""
+"""Completions of a prompt as the first actions of episodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from tunix.generate.outputs import text_of
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.env.policy import Draw, Drawn, Policy
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+from tunix.rl.rollout.client import Draw, Drawn, SamplingClient
 
 
 def completions(
@@ -15,7 +15,7 @@ def completions(
   prompt: np.ndarray,
   config: RolloutConfig,
   count: int,
-  policy: Policy,
+  client: SamplingClient,
 ) -> RolloutOutput:
   """Returns `count` completions of one prompt, with the version of each token.
 
@@ -24,7 +24,7 @@ def completions(
     prompt: int32 [T].
     config: limits.
     count: number of completions.
-    policy: draws them; it gives versions.
+    client: draws them; it gives versions.
 
   Raises:
     ValueError: the prompt is longer than `max_prompt_length`.
@@ -36,12 +36,12 @@ def completions(
       "RolloutConfig.max_prompt_length"
     )
   most = config.max_tokens_to_generate
-  policy.submit(
+  client.submit(
     [Draw(episode=i, turn=0, prompt=prompt, max_tokens=most) for i in range(count)]
   )
   by_row: dict[int, Drawn] = {}
-  while policy.open:
-    by_row |= {drawn.episode: drawn for drawn in policy.poll()}
+  while client.open:
+    by_row |= {drawn.episode: drawn for drawn in client.poll()}
   rows = [by_row[i] for i in range(count)]
   stops = config.stop_strings or ()
   return RolloutOutput(

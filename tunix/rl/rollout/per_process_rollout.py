@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.shared_rollout import SharedRollout
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+from tunix.rl.weights import local_arrays, reshard
 from tunix.utils import mesh as mesh_lib
 
 
@@ -55,6 +57,22 @@ class PerProcessRollout(SharedRollout, VanillaRollout):
   ) -> RolloutOutput:
     with mesh_lib.use_mesh(self.mesh):
       return VanillaRollout.generate(self, prompts, rollout_config, **draws)
+
+  @classmethod
+  def module_of(
+    cls,
+    actor: nnx.Module,
+    actor_mesh: Mesh | None,
+    rollout_mesh: Mesh | None,
+    *,
+    samples_behind: bool,
+  ) -> nnx.Module:
+    del samples_behind
+    own = (
+      local_arrays.default_mesh(actor_mesh) if rollout_mesh is None else rollout_mesh
+    )
+    local_arrays.check_mesh(actor_mesh, own)
+    return reshard.reshard_model_to_mesh(nnx.clone(actor), own)
 
   @contextlib.contextmanager
   def session(self, rows: int, max_tokens: int) -> Iterator[Engine | None]:

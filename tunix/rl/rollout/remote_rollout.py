@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.generate.outputs import fill_id
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.env.policy import Draw, Drawn, Policy
 from tunix.rl.rollout import host as host_lib, shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+from tunix.rl.rollout.client import Draw, Drawn, SamplingClient
 from tunix.rl.rollout.engine_rollout import take_options
 from tunix.rl.rollout.remote_host import RemoteHost
 from tunix.rl.rollout.shared_rollout import SharedRollout
@@ -59,7 +60,6 @@ class RemoteRollout(SharedRollout):
       the processes, an option is unknown, or a time is no positive number.
   """
 
-  is_remote = True
   sampler = "remote"
 
   def __init__(
@@ -141,7 +141,7 @@ class RemoteRollout(SharedRollout):
     return outs[0].joined(outs[1:])
 
   @contextlib.contextmanager
-  def policy(
+  def client(
     self,
     config: RolloutConfig,
     key: jax.Array,
@@ -149,8 +149,7 @@ class RemoteRollout(SharedRollout):
     episodes: int,
     limit: int,
     first: int = 0,
-  ) -> Iterator[Policy]:
-    """Gives an object that draws the actions of episodes; see `turns.turns`."""
+  ) -> Iterator[SamplingClient]:
     shared = {
       "stamp": self.version.stamp,
       "config": _as_json(config),
@@ -158,11 +157,21 @@ class RemoteRollout(SharedRollout):
       "limit": limit,
       "first": first,
     }
-    drawing = RemoteTurns(self, self._hosts, shared, episodes)
+    client = RemoteClient(self, self._hosts, shared, episodes)
     try:
-      yield drawing
+      yield client
     finally:
-      drawing.close()
+      client.cancel()
+
+  @classmethod
+  def module_of(
+    cls, actor: nnx.Module, *meshes: Mesh | None, samples_behind: bool
+  ) -> nnx.Module:
+    del meshes, samples_behind  # it samples nothing in this process
+    return actor
+
+  def devices(self) -> set[Any]:
+    return set()
 
   def pad_id(self) -> int:
     return fill_id(self._tokenizer)
@@ -171,7 +180,7 @@ class RemoteRollout(SharedRollout):
     return self._tokenizer.eos_ids()[0]
 
 
-class RemoteTurns:
+class RemoteClient:
   """Draws actions of episodes on hosts; each host has a block of the episodes.
 
   Args:
@@ -211,7 +220,7 @@ class RemoteTurns:
     works = [(part.host, lambda part=part: self._polled(part)) for part in busy]
     return [drawn for done in self._rollout.on_hosts(works) for drawn in done]
 
-  def close(self) -> None:
+  def cancel(self) -> None:
     """Forgets the batch; the next one, or another run, ends it on the hosts."""
     for part in self._parts:
       part.host.is_open = False

@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.weights import local_arrays
 from tunix.utils import coordination, json_arrays
-
-# Seconds that a process waits for the others' completions after its own are drawn.
-_TIMEOUT_S = 3600.0
 
 
 class SharedRollout(BaseRollout):
   """Rollouts of which each process draws a share. Subclasses write `_draw`."""
-
-  is_per_process = True
-  _waited_s = 0.0
 
   def use_sampler(self, name: str) -> None:
     BaseRollout.use_sampler(self, name)  # also in a class that has several samplers
@@ -69,6 +64,11 @@ class SharedRollout(BaseRollout):
     outs = [from_json(part, self.version) for part in parts if part is not None]
     return outs[0].joined(outs[1:])
 
+  def client(
+    self, config: RolloutConfig, key: jax.Array, **sizes: int
+  ) -> AbstractContextManager[SamplingClient]:
+    return super().client(config, local_arrays.key_here(key), **sizes)
+
   @abc.abstractmethod
   def _draw(
     self,
@@ -80,32 +80,6 @@ class SharedRollout(BaseRollout):
     first_prompt: int,
   ) -> RolloutOutput:
     """Draws completions in this process; see `BaseRollout.generate`."""
-
-  def exchange(self, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Returns the results of all processes, see `coordination.exchange`.
-
-    Args:
-      what: subject of the exchange.
-      work: function that draws this process's share and returns it as JSON.
-
-    Raises:
-      AbsentError: another process failed, or did not take part in time.
-    """
-    finished = [0.0]
-
-    def timed() -> Any:
-      out = work()
-      finished[0] = time.monotonic()
-      return out
-
-    parts = coordination.exchange(what, timed, _TIMEOUT_S)
-    self._waited_s += time.monotonic() - finished[0]
-    return parts
-
-  def take_waited(self) -> float:
-    """Returns the seconds since the last call that exchanges waited for others."""
-    waited, self._waited_s = self._waited_s, 0.0
-    return waited
 
 
 _ROWS = [

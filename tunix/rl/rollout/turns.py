@@ -1,91 +1,24 @@
-"""Actions of episodes, drawn by our engine, here or elsewhere, or by any other."""
+"""Clients of engines in this process: of our own, and of any that completes batches."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import queue
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
-from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
-from tunix.rl.weights import local_arrays
+from tunix.rl.rollout.client import Draw, Drawn, groups_of, keyed
+
+if TYPE_CHECKING:
+  from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 
-@contextlib.contextmanager
-def turns(
-  rollout: BaseRollout,
-  config: RolloutConfig,
-  key: jax.Array,
-  *,
-  episodes: int,
-  limit: int,
-  first: int = 0,
-) -> Iterator[Policy]:
-  """Gives an object that draws the actions of a batch of episodes.
-
-  Args:
-    rollout: its engine draws, or its calls if it has none in this process.
-    config: choice of the tokens.
-    key: key of the batch.
-    episodes: number of the episodes.
-    limit: most tokens of a prompt and its action together.
-    first: number of the first episode in its batch. `Draw.episode` counts from it.
-  """
-  if rollout.is_per_process:
-    key = local_arrays.key_here(key)
-  if rollout.is_remote:
-    far: Any = rollout
-    sizes = {"episodes": episodes, "limit": limit, "first": first}
-    with far.policy(config, key, **sizes) as policy:
-      yield policy
-    return
-  with rollout.session(episodes, limit) as engine:
-    if engine is None:
-      assert not first  # a share of a batch is drawn by an engine of this process
-      yield BatchTurns(rollout, config, key, limit)
-    else:
-      try:
-        version = getattr(rollout.version, "step", None)
-        yield EngineTurns(engine, config, key, version, first)
-      finally:
-        if engine.is_alive:
-          engine.cancel_all()  # after an error: nobody waits for what is left
-
-
-def keyed(key: jax.Array, turn: int) -> jax.Array:
-  """Returns the key of a turn; that of the first turn is the key of a plain rollout."""
-  return key if turn == 0 else jax.random.fold_in(key, turn)
-
-
-def groups_of(draws: Sequence[Draw]) -> list[list[Draw]]:
-  """Joins draws of consecutive episodes with equal prompts and rules."""
-  groups: list[list[Draw]] = []
-  for draw in draws:
-    last = groups[-1][-1] if groups else None
-    if last is not None and _are_alike(last, draw):
-      groups[-1].append(draw)
-    else:
-      groups.append([draw])
-  return groups
-
-
-def _are_alike(a: Draw, b: Draw) -> bool:
-  rules = lambda x: (x.turn, x.max_tokens, x.stops, x.stop_ids)
-  return (
-    b.episode == a.episode + 1
-    and rules(a) == rules(b)
-    and np.array_equal(a.prompt, b.prompt)
-  )
-
-
-class EngineTurns:
+class EngineClient:
   """Draws in the slots of an engine; equal prompts are prefilled once.
 
   Args:
@@ -93,7 +26,7 @@ class EngineTurns:
     config: choice of the tokens.
     key: key of the batch. An action depends on it, on its episode and on its turn.
     version: number of the weights; None: that of the engine.
-    first: see `turns`.
+    first: number of the first episode in its batch. `Draw.episode` counts from it.
   """
 
   def __init__(
@@ -143,6 +76,10 @@ class EngineTurns:
     self._engine.step()
     return self.arrived()
 
+  def cancel(self) -> None:
+    if self._engine.is_alive:
+      self._engine.cancel_all()  # after an error: nobody waits for what is left
+
   def arrived(self) -> list[Drawn]:
     """Returns the actions that are ready, after a launch by the engine's owner."""
     return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
@@ -182,13 +119,13 @@ def _logps(delta: Delta) -> np.ndarray:
   return delta.sampling_logprobs
 
 
-class BatchTurns:
+class BatchClient:
   """Draws all submitted actions in one call of a rollout engine.
 
   Args:
     rollout: the engine.
     config: choice of the tokens.
-    key: see `EngineTurns`.
+    key: see `EngineClient`.
     limit: most tokens of a prompt.
   """
 
@@ -206,6 +143,9 @@ class BatchTurns:
 
   def submit(self, draws: Sequence[Draw]) -> None:
     self._waiting += draws
+
+  def cancel(self) -> None:
+    self._waiting.clear()
 
   def poll(self) -> list[Drawn]:
     draws, self._waiting = self._waiting, []

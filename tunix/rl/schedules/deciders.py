@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tunix.rl.env.policy import Draw
+from tunix.rl.rollout.client import Draw
 from tunix.rl.schedules.engine_loop import Asked, Decision, Ended, Inbox, Start, Switch
 from tunix.rl.schedules.journal import Group, Journal, digest_of
 

@@ -20,10 +20,10 @@ import jax
 
 from tunix.generate.engine.engine import Engine
 from tunix.rl.common import Rollouts
-from tunix.rl.env.policy import Draw, Drawn
 from tunix.rl.metrics import Phases
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.turns import EngineTurns
+from tunix.rl.rollout.client import Draw, Drawn
+from tunix.rl.rollout.turns import EngineClient
 from tunix.rl.schedules.journal import Group
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
@@ -51,7 +51,7 @@ class Switch(NamedTuple):
 class Asked(NamedTuple):
   """Actions that a group asks for."""
 
-  policy: GroupPolicy
+  policy: GroupClient
   draws: tuple[Draw, ...]
 
 
@@ -65,7 +65,7 @@ class Ended(NamedTuple):
     offset: place of the content in the journal.
   """
 
-  policy: GroupPolicy
+  policy: GroupClient
   rollouts: Rollouts
   content: Any = None
   offset: int = 0
@@ -115,8 +115,8 @@ class Decider(Protocol):
     ...
 
 
-class GroupPolicy:
-  """Draws the actions of one group; see `env.policy.Policy`.
+class GroupClient:
+  """Draws the actions of one group; see `SamplingClient`.
 
   Args:
     loop: the engine's thread.
@@ -129,7 +129,7 @@ class GroupPolicy:
     self._loop, self.group, self.key, self.first = loop, group, key, first
     self.vocab_size: int | None = loop.vocab_size
     self.phases = Phases()  # only the group's thread uses it before `hand_in`
-    self.turns: EngineTurns | None = None  # only the engine's thread uses it
+    self.turns: EngineClient | None = None  # only the engine's thread uses it
     self.is_abandoned = False
     self._open = 0
     self._answers: queue.SimpleQueue[Drawn] = queue.SimpleQueue()
@@ -152,6 +152,9 @@ class GroupPolicy:
       return []
     self._open -= 1
     return drawn
+
+  def cancel(self) -> None:
+    self.is_abandoned = True
 
   def hand_in(self, rollouts: Rollouts, content: Any, offset: int) -> None:
     """Gives the completions with their rewards to the engine's thread; see `Ended`."""
@@ -209,7 +212,7 @@ class EngineLoop:
     self._model: Any = None
     self._version: int | None = None
     self._launches, self._idle_s = 0, 0.0
-    self._drawing: dict[GroupPolicy, None] = {}
+    self._drawing: dict[GroupClient, None] = {}
     self._parked, self._is_working, self._stops = 0, False, False
     self._thread: threading.Thread | None = None
 
@@ -370,7 +373,7 @@ class EngineLoop:
     policy = asked.policy
     if policy.turns is None:
       assert self._engine is not None
-      policy.turns = EngineTurns(self._engine, self._config, policy.key)
+      policy.turns = EngineClient(self._engine, self._config, policy.key)
     moved = [
       dataclasses.replace(draw, episode=draw.episode + policy.first)
       for draw in asked.draws

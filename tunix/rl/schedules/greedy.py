@@ -43,7 +43,7 @@ from tunix.rl.schedules.engine_loop import (
   Decider,
   Ended,
   EngineLoop,
-  GroupPolicy,
+  GroupClient,
 )
 from tunix.rl.schedules.jobs import Job, admissible
 from tunix.rl.schedules.journal import FOLDER, Journal, JournalError
@@ -358,7 +358,7 @@ class Greedy(Sync):
   def _start_group(self, job: Job, prompt: int, key: Any) -> None:
     assert self._loop is not None
     first = prompt * self._generations
-    policy = GroupPolicy(self._loop, (job.number, prompt), key, first)
+    policy = GroupClient(self._loop, (job.number, prompt), key, first)
     job.policies[prompt] = policy
     thread = threading.Thread(
       target=self._run_group,
@@ -378,7 +378,7 @@ class Greedy(Sync):
   def _abandon(self) -> None:
     for job in {id(job): job for job in [*self._jobs, *self._kept]}.values():
       for policy in job.policies.values():
-        policy.is_abandoned = True
+        policy.cancel()
       job.policies.clear()
 
   def _start_again(self) -> None:
@@ -389,7 +389,7 @@ class Greedy(Sync):
   # The thread of a group.
 
   def _run_group(
-    self, batch: PromptBatch, policy: GroupPolicy, loop: EngineLoop, mesh: Any
+    self, batch: PromptBatch, policy: GroupClient, loop: EngineLoop, mesh: Any
   ) -> None:
     try:
       with mesh_lib.use_mesh(mesh):

@@ -12,7 +12,7 @@ from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.experience import saved_rollouts
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.schedules.engine_loop import Ended, GroupPolicy
+from tunix.rl.schedules.engine_loop import Ended, GroupClient
 from tunix.rl.schedules.journal import Journal, JournalError
 from tunix.utils import coordination
 
@@ -53,7 +53,7 @@ class Job:
   groups: list[Rollouts | None]
   ended_at: list[float]
   seconds: list[dict[str, float]] = dataclasses.field(default_factory=list)
-  policies: dict[int, GroupPolicy] = dataclasses.field(default_factory=dict)
+  policies: dict[int, GroupClient] = dataclasses.field(default_factory=dict)
 
   @classmethod
   def of(cls, batch: PromptBatch, number: int) -> Job:

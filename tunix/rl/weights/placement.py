@@ -50,6 +50,12 @@ class WeightSyncError(RuntimeError):
   """The target model does not hold the weights that were sent to it."""
 
 
+def devices_of(*models: nnx.Module | None) -> set[Any]:
+  """Returns the devices that hold parameters of the models."""
+  arrays = [x for m in models if m is not None for x in jax.tree.leaves(nnx.state(m))]
+  return {d for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
+
+
 def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
   return tree.flatten(nnx.state(model, nnx.LoRAParam))
 

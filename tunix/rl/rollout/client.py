@@ -1,4 +1,4 @@
-"""The policy as an episode sees it: actions for prompts, many at a time."""
+"""The client of sampling: it draws actions for prompts, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 
@@ -51,7 +52,7 @@ class Drawn(NamedTuple):
   routes: np.ndarray | None = None
 
 
-class Policy(Protocol):
+class SamplingClient(Protocol):
   """Draws actions; all methods are called in one thread.
 
   Attributes:
@@ -72,3 +73,33 @@ class Policy(Protocol):
   def poll(self) -> list[Drawn]:
     """Works for a bounded time; returns the actions that are ready, if any."""
     ...
+
+  def cancel(self) -> None:
+    """Ends the client; what is open is not drawn."""
+    ...
+
+
+def keyed(key: jax.Array, turn: int) -> jax.Array:
+  """Returns the key of a turn; that of the first turn is the key of a plain rollout."""
+  return key if turn == 0 else jax.random.fold_in(key, turn)
+
+
+def groups_of(draws: Sequence[Draw]) -> list[list[Draw]]:
+  """Joins draws of consecutive episodes with equal prompts and rules."""
+  groups: list[list[Draw]] = []
+  for draw in draws:
+    last = groups[-1][-1] if groups else None
+    if last is not None and _are_alike(last, draw):
+      groups[-1].append(draw)
+    else:
+      groups.append([draw])
+  return groups
+
+
+def _are_alike(a: Draw, b: Draw) -> bool:
+  rules = lambda x: (x.turn, x.max_tokens, x.stops, x.stop_ids)
+  return (
+    b.episode == a.episode + 1
+    and rules(a) == rules(b)
+    and np.array_equal(a.prompt, b.prompt)
+  )
