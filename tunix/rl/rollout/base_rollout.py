@@ -19,7 +19,7 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
-from tunix.rl.rollout.client import SamplingClient
+from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.turns import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
@@ -176,6 +176,7 @@ class BaseRollout(abc.ABC):
     version: version of the engine's weights; None before the first `update_params`.
     sampler: name of the sampler that draws, for an engine that has several whose tokens
       may differ; it is part of a checkpoint. None: there is one.
+    engines: number of engines that share the prompts of this process.
     mesh: the mesh that is current in the thread that samples, if this process samples
       its share of a batch alone, on its own devices or hosts; None: all processes
       sample together.
@@ -183,6 +184,7 @@ class BaseRollout(abc.ABC):
 
   version: Any = None
   sampler: str | None = None
+  engines: int = 1
   mesh: Mesh | None = None
   _waited_s = 0.0
 
@@ -287,6 +289,36 @@ class BaseRollout(abc.ABC):
         yield client
       finally:
         client.cancel()
+
+  def check_stream(self) -> None:
+    """Checks that there is a `stream`.
+
+    Raises:
+      ValueError: the engine or its model has none.
+    """
+    raise ValueError(
+      f"rollout_engine is {type(self).__name__}, and schedule is 'greedy', which needs "
+      'our engine: set rollout_engine to "vanilla", or schedule to sync'
+    )
+
+  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+    """Returns a client for the whole run, whose weights may change.
+
+    Args:
+      config: choice of the tokens.
+      rows: actions that are drawn at the same time.
+      limit: most tokens of a prompt and its action together.
+
+    Raises:
+      ValueError: see `check_stream`.
+    """
+    self.check_stream()
+    raise NotImplementedError
+
+  @property
+  def vocab_size(self) -> int | None:
+    """Number of ids of the model; None: unknown."""
+    return None
 
   def exchange(self, what: str, work: Callable[[], Any]) -> list[Any]:
     """Returns the results of all processes, see `coordination.exchange`.

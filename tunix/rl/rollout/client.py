@@ -9,6 +9,10 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from tunix.rl.weights.placement import Weights
+
+Group = tuple[int, int]  # number of the batch, number of the prompt in it
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
@@ -21,6 +25,8 @@ class Draw:
     max_tokens: most ids of the action.
     stops: texts that end it.
     stop_ids: ids that end it, in addition to the end-of-sequence ids.
+    group: in a `Stream`, numbers of the batch and of the prompt.
+    key: in a `Stream`, random key of the batch.
   """
 
   episode: int
@@ -29,6 +35,8 @@ class Draw:
   max_tokens: int
   stops: tuple[str, ...] = ()
   stop_ids: tuple[int, ...] = ()
+  group: Group | None = None
+  key: jax.Array | None = None
 
 
 class Drawn(NamedTuple):
@@ -42,6 +50,7 @@ class Drawn(NamedTuple):
     finish_reason: "eos", "stop" or "length".
     routes: experts of the tokens of the prompt and the action, [T + n, M, k], see
       `SamplerOutput.routes`; or None.
+    group: that of its `Draw`.
   """
 
   episode: int
@@ -50,6 +59,11 @@ class Drawn(NamedTuple):
   versions: np.ndarray | None
   finish_reason: str
   routes: np.ndarray | None = None
+  group: Group | None = None
+
+
+class ClientLost(RuntimeError):
+  """An engine elsewhere has ended with all that was open; a new client may begin."""
 
 
 class SamplingClient(Protocol):
@@ -76,6 +90,26 @@ class SamplingClient(Protocol):
 
   def cancel(self) -> None:
     """Ends the client; what is open is not drawn."""
+    ...
+
+
+class Stream(SamplingClient, Protocol):
+  """A client that draws actions of many batches, while its weights change.
+
+  Two streams of one size draw the same bytes if they get the same actions and weights
+  before the same launches. `poll` and `load` raise ClientLost.
+
+  Attributes:
+    launches: number of launches so far.
+  """
+
+  launches: int
+
+  def load(self, weights: Weights) -> None:
+    """Takes weights; open actions keep their tokens. The first ones start the stream.
+
+    Tokens that are drawn from now on have the version `weights.version.step`.
+    """
     ...
 
 

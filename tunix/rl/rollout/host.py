@@ -5,6 +5,7 @@
       begin, part, end ---------------> weights, if their stamps differ
       generate  ----------------------> completions
       open, poll, close --------------> actions of episodes
+      stream, switch, poll -----------> actions of many batches, as weights change
 
 The host has the same model as the run, from the same configuration. Arguments and
 results are JSON (json_arrays.py); the bits of arrays are kept. `serve/rollouts.py` has
@@ -27,9 +28,11 @@ from flax import nnx
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.rl.rollout import shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.client import Draw, SamplingClient
+from tunix.rl.rollout.client import Draw, SamplingClient, Stream
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.weights import placement, weight_sync
+from tunix.rl.weights.placement import Weights
+from tunix.rl.weights.weight_sync import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import json_arrays, mesh as mesh_lib
 
@@ -87,12 +90,14 @@ class RolloutHost:
     self._missing: set[str] = set()
     self._client: SamplingClient | None = None
     self._session = contextlib.ExitStack()
+    self._stream: Stream | None = None
+    self._last: tuple[int, Any] = (0, None)  # number and answer of its last launch
 
   @property
   def methods(self) -> Mapping[str, Callable[..., Any]]:
     """The methods that may be called, by name."""
-    names = ("take", "begin", "part", "end", "generate", "open", "poll", "close")
-    return {name: getattr(self, name) for name in names}
+    names = "take begin part end generate open poll close stream switch"
+    return {name: getattr(self, name) for name in names.split()}
 
   def take(self, owner: str, life: str | None) -> dict[str, Any]:
     """Gives the host to a run; episodes of an earlier run are dropped.
@@ -112,6 +117,7 @@ class RolloutHost:
       if life == self.life:
         self._check_owner(owner)
       self._leave()
+      self._end_stream()
       self._owner = owner
     sizes = getattr(self._model, "config", None)
     vocab_size = getattr(sizes, "vocab_size", None)
@@ -250,31 +256,89 @@ class RolloutHost:
       )
       self._client = self._session.enter_context(client)
 
-  def poll(self, owner: str, draws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  def poll(
+    self, owner: str, draws: list[dict[str, Any]], launch: int | None = None
+  ) -> list[dict[str, Any]]:
     """Takes actions to draw, and works on all for a bounded time; see `SamplingClient`.
 
+    Args:
+      owner: see `take`.
+      draws: the actions, of `draw_to_json`.
+      launch: number of this launch of the stream, from 1; None: of the open batch.
+
     Returns:
-      The actions that are ready.
+      The actions that are ready; of the stream's last launch, if that is asked again.
 
     Raises:
-      HostError: no batch is open, or none of its actions waits.
+      HostError: nothing is open, or no action waits.
     """
     self._check_owner(owner)
-    if self._client is None:
+    client = self._client if launch is None else self._stream
+    if client is None:
       raise HostError("no batch of episodes is open: call open first", NOT_BEGUN)
+    if launch is not None and launch == self._last[0]:
+      return self._last[1]
     with mesh_lib.use_mesh(self._mesh):
-      read = json_arrays.decoded(draws, _MOST_BYTES)
-      self._client.submit([Draw(**draw) for draw in read])
-      if not self._client.open:  # else a client that waits for one would ask forever
+      client.submit(
+        [draw_from_json(draw) for draw in json_arrays.decoded(draws, _MOST_BYTES)]
+      )
+      if not client.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
-      done = self._client.poll()
+      done = json_arrays.encoded([_set_fields(x._asdict()) for x in client.poll()])
     self.draws += 1
-    return json_arrays.encoded([drawn._asdict() for drawn in done])
+    if launch is not None:
+      self._last = launch, done
+    return done
 
   def close(self, owner: str) -> None:
     """Ends a batch of episodes."""
     self._check_owner(owner)
     self._leave()
+
+  def stream(
+    self,
+    owner: str,
+    stamp: str,
+    version: int,
+    config: dict[str, Any],
+    rows: int,
+    limit: int,
+  ) -> None:
+    """Begins a stream with the host's weights, whose number is `version`.
+
+    It ends with the next stream, or with the next run. See `BaseRollout.stream`.
+
+    Raises:
+      ValueError: the model is for the padded sampler.
+    """
+    self._check(owner, stamp)
+    self._end_stream()
+    with mesh_lib.use_mesh(self._mesh):
+      self._stream = self._rollout.stream(RolloutConfig(**config), rows, limit)
+    self._load(stamp, version)
+
+  def switch(self, owner: str, stamp: str, version: int) -> None:
+    """Gives the stream the host's weights, whose number is `version`.
+
+    Raises:
+      HostError: there is no stream.
+    """
+    self._check(owner, stamp)
+    if self._stream is None:
+      raise HostError("there is no stream: call stream first", NOT_BEGUN)
+    self._load(stamp, version)
+
+  def _load(self, stamp: str, version: int) -> None:
+    assert self._stream is not None
+    arrays = {path: x.get_value() for path, x in self._variables.items()}
+    sent = Weights(version=PolicyVersion(version, stamp), arrays=arrays)
+    with mesh_lib.use_mesh(self._mesh):
+      self._stream.load(sent)
+
+  def _end_stream(self) -> None:
+    if self._stream is not None:
+      self._stream.cancel()
+    self._stream, self._last = None, (0, None)
 
   def _leave(self) -> None:
     """Ends the episodes that are open."""
@@ -340,6 +404,26 @@ def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[st
   for path, scale in placement.scales(model).items():
     form[f"lora scale of {path}"] = str(scale)
   return form
+
+
+def draw_to_json(draw: Draw) -> dict[str, Any]:
+  """Returns an action as JSON."""
+  fields = {f.name: getattr(draw, f.name) for f in dataclasses.fields(draw)}
+  return json_arrays.encoded(_set_fields(fields | {"key": seed_to_json(draw.key)}))
+
+
+def draw_from_json(saved: dict[str, Any]) -> Draw:
+  """Returns the action of `draw_to_json`, whose arrays are decoded."""
+  group = saved.get("group")
+  more = {
+    "group": None if group is None else tuple(group),
+    "key": seed_from_json(saved.get("key")),
+  }
+  return Draw(**saved | more)
+
+
+def _set_fields(fields: dict[str, Any]) -> dict[str, Any]:
+  return {name: value for name, value in fields.items() if value is not None}
 
 
 def seed_to_json(seed: Any) -> Any:

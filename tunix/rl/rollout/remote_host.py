@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,14 +80,14 @@ class RemoteHost:
     """Address of the host."""
     return self._client.url
 
-  def run(self, weights: Weights, work: Callable[[], T]) -> T:
+  def run(self, weights: Weights | None, work: Callable[[], T]) -> T:
     """Runs work that calls the host, which draws with some weights then.
 
     If the host is lost, the work runs again when it is back. What it draws depends on
-    nothing else, so the result is the same.
+    nothing else, so the result is the same. Work of a stream raises ClientLost instead.
 
     Args:
-      weights: sent first if the host has others.
+      weights: sent first if the host has others; None: the host keeps its own.
       work: function that makes calls.
 
     Raises:
@@ -96,7 +97,7 @@ class RemoteHost:
     with self._one_at_a_time:
       return self._run(weights, work)
 
-  def _run(self, weights: Weights, work: Callable[[], T]) -> T:
+  def _run(self, weights: Weights | None, work: Callable[[], T]) -> T:
     lost_at, losses = None, 0
     while True:
       try:
@@ -151,10 +152,10 @@ class RemoteHost:
       raise RemoteError(f"{method} failed at {self.url}: {answer['error']}")
     return answer["value"]
 
-  def _prepare(self, weights: Weights) -> None:
+  def _prepare(self, weights: Weights | None) -> None:
     """Takes the host, and sends weights if it has others."""
-    stamp = weights.version.stamp
-    if self._known is not None and self._stamp == stamp:
+    stamp = self._stamp if weights is None else weights.version.stamp
+    if self._known is not None and stamp and self._stamp == stamp:
       return
     try:
       state = self.call("take", life=self._known)
@@ -164,9 +165,9 @@ class RemoteHost:
       raise RemoteError(f"{error}. Start a host for each run") from error
     self._check_form(state["form"])
     self._known, self.vocab_size = state["life"], state["vocab_size"]
-    if state["stamp"] != stamp:
+    if weights is not None and state["stamp"] != stamp:
       self._send(weights)
-    self._stamp = stamp
+    self._stamp = state["stamp"] if weights is None else stamp
 
   def _check_form(self, found: Mapping[str, str]) -> None:
     """Compares what the weights do not show, such as the scale of adapters."""
@@ -193,3 +194,27 @@ class RemoteHost:
         part = data[start : start + _PART_BYTES]
         self._ended("part", self._client.send(place, part))
     self.call("end", stamp=weights.version.stamp)
+
+
+def together(works: Sequence[Callable[[], T]]) -> list[T]:
+  """Runs works at the same time; returns or raises when all have ended."""
+  begun = [_begun(work) for work in works]
+  concurrent.futures.wait(begun)
+  return [future.result() for future in begun]
+
+
+def _begun(work: Callable[[], T]) -> concurrent.futures.Future[T]:
+  """Runs work in a thread, which does not keep a process that ends.
+
+  The threads of an executor would: Python waits for them, and so for the host.
+  """
+  future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def run() -> None:
+    try:
+      future.set_result(work())
+    except BaseException as error:  # raised again by `Future.result`
+      future.set_exception(error)
+
+  threading.Thread(target=run, name="tunix-hosts", daemon=True).start()
+  return future

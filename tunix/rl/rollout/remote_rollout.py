@@ -11,11 +11,9 @@ comes back. Each of several processes of the run has hosts of its own.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,9 +26,10 @@ from tunix.generate.outputs import fill_id
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout import host as host_lib, shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
-from tunix.rl.rollout.client import Draw, Drawn, SamplingClient
+from tunix.rl.rollout.client import Draw, Drawn, SamplingClient, Stream
 from tunix.rl.rollout.engine_rollout import take_options
-from tunix.rl.rollout.remote_host import RemoteHost
+from tunix.rl.rollout.remote_host import RemoteHost, together
+from tunix.rl.rollout.remote_stream import RemoteStream
 from tunix.rl.rollout.shared_rollout import SharedRollout
 from tunix.rl.weights.placement import Weights
 from tunix.sft.steps.module_state import trained_variables
@@ -72,6 +71,7 @@ class RemoteRollout(SharedRollout):
     key = env.value(KEY)
     form = host_lib.form_of(model, tokenizer, rollout_config)
     self._hosts = [RemoteHost(url, key, *limits, form) for url in urls]
+    self.engines = len(self._hosts)
     self._tokenizer = tokenizer
     self._weights: Weights | None = None
     if jax.process_count() > 1:
@@ -105,10 +105,9 @@ class RemoteRollout(SharedRollout):
     """
     weights = self._weights
     assert weights is not None  # the cluster sends some before it samples
-    calls = [functools.partial(host.run, weights, work) for host, work in works]
-    begun = [_begun(call) for call in calls]
-    concurrent.futures.wait(begun)
-    return [future.result() for future in begun]
+    return together(
+      [functools.partial(host.run, weights, work) for host, work in works]
+    )
 
   def _draw(
     self,
@@ -173,6 +172,19 @@ class RemoteRollout(SharedRollout):
   def devices(self) -> set[Any]:
     return set()
 
+  def check_stream(self) -> None:
+    """Hosts have streams, or refuse them when one is opened."""
+
+  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+    each = -(-rows // self.engines)
+    return RemoteStream(
+      self._hosts, {"config": _as_json(config), "rows": each, "limit": limit}
+    )
+
+  @property
+  def vocab_size(self) -> int | None:
+    return self._hosts[0].vocab_size
+
   def pad_id(self) -> int:
     return fill_id(self._tokenizer)
 
@@ -231,7 +243,7 @@ class RemoteClient:
     if not host.is_open:
       host.call("open", episodes=len(part.block), **self._shared)
       draws, host.is_open = list(part.open.values()), True
-    sent = [json_arrays.encoded(dataclasses.asdict(draw)) for draw in draws]
+    sent = [host_lib.draw_to_json(draw) for draw in draws]
     answers = json_arrays.decoded(host.call("poll", draws=sent))
     part.new = []
     step = self._rollout.version.step
@@ -252,23 +264,6 @@ class _Part:
   block: range
   open: dict[int, Draw] = dataclasses.field(default_factory=dict)
   new: list[Draw] = dataclasses.field(default_factory=list)
-
-
-def _begun(work: Callable[[], T]) -> concurrent.futures.Future[T]:
-  """Runs work in a thread, which does not keep a process that ends.
-
-  The threads of an executor would: Python waits for them, and so for the host.
-  """
-  future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-  def run() -> None:
-    try:
-      future.set_result(work())
-    except BaseException as error:  # raised again by `Future.result`
-      future.set_exception(error)
-
-  threading.Thread(target=run, name="tunix-hosts", daemon=True).start()
-  return future
 
 
 def _blocks(count: int, parts: int) -> list[range]:

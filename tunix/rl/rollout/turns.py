@@ -13,6 +13,8 @@ import numpy as np
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
 from tunix.rl.rollout.client import Draw, Drawn, groups_of, keyed
+from tunix.rl.weights import placement
+from tunix.rl.weights.placement import Weights
 
 if TYPE_CHECKING:
   from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
@@ -24,7 +26,8 @@ class EngineClient:
   Args:
     engine: the engine, which this object alone steps.
     config: choice of the tokens.
-    key: key of the batch. An action depends on it, on its episode and on its turn.
+    key: key of the batch; None: each action has one. An action depends on it, on its
+      episode and on its turn.
     version: number of the weights; None: that of the engine.
     first: number of the first episode in its batch. `Draw.episode` counts from it.
   """
@@ -33,15 +36,16 @@ class EngineClient:
     self,
     engine: Engine,
     config: RolloutConfig,
-    key: jax.Array,
+    key: jax.Array | None,
     version: int | None = None,
     first: int = 0,
   ):
     self._engine, self._config, self._key = engine, config, key
     self.vocab_size: int | None = engine.vocab_size
     self._version, self._start = version, first
+    self.launches = 0
     self._open: dict[Ticket, list[list[Delta]]] = {}
-    self._first: dict[Ticket, int] = {}
+    self._first: dict[Ticket, Draw] = {}
 
   @property
   def open(self) -> int:
@@ -53,6 +57,8 @@ class EngineClient:
     ends = self._engine.tokenizer.eos_ids() if ends is None else ends
     for group in groups_of(draws):
       first = group[0]
+      key = self._key if first.key is None else first.key
+      assert key is not None
       request = EngineRequest(
         prompt=first.prompt,
         max_tokens=first.max_tokens,
@@ -61,7 +67,7 @@ class EngineClient:
         top_k=c.top_k,
         top_p=c.top_p,
         min_p=c.min_p,
-        seed=keyed(self._key, first.turn),
+        seed=keyed(key, first.turn),
         first_row=self._start + first.episode,
         stop_ids=tuple(dict.fromkeys((*ends, *first.stop_ids))),
         stop_strings=(*(c.stop_strings or ()), *first.stops),
@@ -69,20 +75,16 @@ class EngineClient:
       )
       ticket = self._engine.submit(request, streams=False)
       self._open[ticket] = [[] for _ in group]
-      self._first[ticket] = first.episode
+      self._first[ticket] = first
 
   def poll(self) -> list[Drawn]:
     """Runs one launch."""
-    self._engine.step()
-    return self.arrived()
+    self.launches += bool(self._engine.step())
+    return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
 
   def cancel(self) -> None:
     if self._engine.is_alive:
       self._engine.cancel_all()  # after an error: nobody waits for what is left
-
-  def arrived(self) -> list[Drawn]:
-    """Returns the actions that are ready, after a launch by the engine's owner."""
-    return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
 
   def _arrived(self, ticket: Ticket) -> list[Drawn]:
     parts, ended = self._open[ticket], []
@@ -104,19 +106,42 @@ class EngineClient:
     versions = np.concatenate([delta.versions for delta in deltas])
     if self._version is not None:
       versions = np.full_like(versions, self._version)
+    first = self._first[ticket]
     return Drawn(
-      self._first[ticket] + sample,
+      first.episode + sample,
       np.concatenate([delta.tokens for delta in deltas]).astype(np.int32),
       np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
       versions,
       deltas[-1].finish_reason or "",
       deltas[-1].routes,
+      first.group,
     )
 
 
 def _logps(delta: Delta) -> np.ndarray:
   assert delta.sampling_logprobs is not None
   return delta.sampling_logprobs
+
+
+class EngineStream(EngineClient):
+  """Draws in an engine of its own; see `Stream`.
+
+  Args:
+    engine: the engine, which ends with this object.
+    model: its model, which no other code changes.
+    config: choice of the tokens.
+  """
+
+  def __init__(self, engine: Engine, model: Any, config: RolloutConfig):
+    super().__init__(engine, config, None)
+    self._model = model
+
+  def load(self, weights: Weights) -> None:
+    placement.put(self._model, weights.arrays)
+    self._engine.update_weights(version=weights.version.step, mode="keep")
+
+  def cancel(self) -> None:
+    self._engine.close()
 
 
 class BatchClient:

@@ -13,7 +13,9 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.client import Stream
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
+from tunix.rl.rollout.turns import EngineStream
 
 # Engines of this library, which sample on the devices of a mesh.
 NAMES = ("vanilla", "per_process", "padded")
@@ -84,16 +86,18 @@ class VanillaRollout(SamplerRollout):
     Raises:
       ValueError: the model is for the padded sampler.
     """
-    self.check_separate_engine()
+    self.check_stream()
     records = self._arguments[2].replay_routes
     return self._sampler.separate_engine(rows, max_tokens, record_routes=records)
 
-  def check_separate_engine(self) -> None:
-    """Checks that there is an engine.
+  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+    return EngineStream(*self.separate_engine(rows, limit), config)
 
-    Raises:
-      ValueError: the model is for the padded sampler.
-    """
+  @property
+  def vocab_size(self) -> int | None:
+    return getattr(getattr(self.model(), "config", None), "vocab_size", None)
+
+  def check_stream(self) -> None:
     if not isinstance(self._sampler, EngineSampler):
       raise ValueError(
         "the rollout engine is the padded sampler, and schedule is 'greedy', which "

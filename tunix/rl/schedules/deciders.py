@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tunix.rl.rollout.client import Draw
+from tunix.rl.rollout.client import ClientLost, Draw, Group
 from tunix.rl.schedules.engine_loop import Asked, Decision, Ended, Inbox, Start, Switch
-from tunix.rl.schedules.journal import Group, Journal, digest_of
+from tunix.rl.schedules.journal import Journal, digest_of
 
 
 class ReplayError(RuntimeError):
@@ -49,9 +49,9 @@ class Live:
       newest = inbox.offered[max(inbox.offered)]
       inbox.offered.clear()
       if version is None:
-        decisions.append(Start(newest))
         self._add("start", newest.version.step, newest.version.stamp)
-      elif newest.version.step != version:
+        return [Start(newest)], False  # it drops what was asked of a stream before it
+      if newest.version.step != version:
         decisions.append(Switch(newest))
         self._add("switch", launches, newest.version.step)
     # Requests of older prompts start first.
@@ -73,6 +73,9 @@ class Live:
   def _add(self, *record: Any) -> None:
     if self._journal is not None:
       self._journal.add(*record)
+
+  def lost(self, error: ClientLost) -> None:
+    """A live run starts another stream."""
 
   def check(self, is_needed: bool) -> None:
     """Live decisions wait for nothing in particular."""
@@ -177,6 +180,17 @@ class Replayed:
           raise ReplayError(difference(self._journal, ended))
         return inbox.ended.pop(i)
     return None
+
+  def lost(self, error: ClientLost) -> None:
+    """Ends the replay.
+
+    Raises:
+      ReplayError: always.
+    """
+    raise ReplayError(
+      f"{error}, and a replay must take each decision before the same launch: start it "
+      "again from the beginning"
+    ) from error
 
   def check(self, is_needed: bool) -> None:
     """Ends a wait for something that does not come; see `Decider.check`.

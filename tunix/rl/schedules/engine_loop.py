@@ -1,15 +1,19 @@
-"""The thread of a greedy engine: between two launches it takes what has arrived.
+"""The thread of a greedy run: between two launches it takes what has arrived.
 
 Threads of groups ask for actions and hand in ended groups, the learner offers weights.
 All of this goes into one inbox, which only the engine's thread empties. A decider (see
 deciders.py) chooses what of it takes effect before the next launch. What follows from
-these decisions and from the seed is a function of them: the engine computes the same
-bytes for the same sequence of requests, weights and launches.
+these decisions and from the seed is a function of them: a stream computes the same
+bytes for the same sequence of actions, weights and launches.
+
+An engine on another host may be lost. A new one then starts, and what has not ended
+begins again, as after a kill of the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import threading
 import time
@@ -18,17 +22,15 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from tunix.generate.engine.engine import Engine
 from tunix.rl.common import Rollouts
 from tunix.rl.metrics import Phases
-from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.client import Draw, Drawn
-from tunix.rl.rollout.turns import EngineClient
-from tunix.rl.schedules.journal import Group
-from tunix.rl.weights import placement
+from tunix.rl.rollout.client import ClientLost, Draw, Drawn, Group, Stream
 from tunix.rl.weights.placement import Weights
 from tunix.utils import mesh as mesh_lib
 
+_log = logging.getLogger(__name__)
+
+_MOST_LOSSES = 10  # of streams, without a prompt that ends between them
 _LOOK_S = 0.2  # between two looks of a waiting thread at what has changed
 
 
@@ -98,11 +100,15 @@ class Decider(Protocol):
 
     Args:
       inbox: what has arrived.
-      launches: launches of the present engine.
-      version: its weights; None before the first `Start`.
+      launches: launches of the present stream.
+      version: its weights; None: it has to start.
 
     Returns: the decisions, and True if a launch may follow them.
     """
+    ...
+
+  def lost(self, error: ClientLost) -> None:
+    """Takes the loss of the stream; raises an error if no other one may start."""
     ...
 
   def check(self, is_needed: bool) -> None:
@@ -129,7 +135,6 @@ class GroupClient:
     self._loop, self.group, self.key, self.first = loop, group, key, first
     self.vocab_size: int | None = loop.vocab_size
     self.phases = Phases()  # only the group's thread uses it before `hand_in`
-    self.turns: EngineClient | None = None  # only the engine's thread uses it
     self.is_abandoned = False
     self._open = 0
     self._answers: queue.SimpleQueue[Drawn] = queue.SimpleQueue()
@@ -161,6 +166,11 @@ class GroupClient:
     self._check()
     self._loop.put(Ended(self, rollouts, content, offset))
 
+  def drawn_by(self, draw: Draw) -> Draw:
+    """Returns an action as a stream takes it."""
+    number = draw.episode + self.first
+    return dataclasses.replace(draw, episode=number, group=self.group, key=self.key)
+
   def answer(self, drawn: Drawn) -> None:
     """Hands out an action; called in the engine's thread."""
     self._answers.put(drawn._replace(episode=drawn.episode - self.first))
@@ -171,15 +181,14 @@ class GroupClient:
 
 
 class EngineLoop:
-  """Steps an engine in a thread of its own.
+  """Polls a stream in a thread of its own.
 
   Args:
-    make_engine: makes an engine and its model; called in the thread.
-    config: choice of the tokens.
+    make_stream: makes a stream; called in the thread.
     decider: see the module.
     on_end: called with each ended group, in the thread, while `changed` is held.
     on_start: called after a second or later `Start`, in the thread.
-    vocab_size: number of ids of the model.
+    vocab_size: number of ids of the model; None: unknown.
     mesh: mesh of the thread; None: that of the caller of `start`.
 
   Attributes:
@@ -187,32 +196,30 @@ class EngineLoop:
     failure: the exception that ended the thread.
     moved: time of the last decision.
     is_needed: True while the learner waits for completions.
-    vocab_size: number of ids of the model.
+    vocab_size: as given.
   """
 
   def __init__(
     self,
-    make_engine: Callable[[], tuple[Engine, Any]],
-    config: RolloutConfig,
+    make_stream: Callable[[], Stream],
     decider: Decider,
     *,
     on_end: Callable[[Ended], None],
     on_start: Callable[[], None],
-    vocab_size: int,
+    vocab_size: int | None,
     mesh: Any = None,
   ):
     self._mesh = mesh
-    self._make_engine, self._config, self._decider = make_engine, config, decider
+    self._make_stream, self._decider = make_stream, decider
     self._on_end, self._on_start, self.vocab_size = on_end, on_start, vocab_size
     self.changed = threading.Condition()
     self.failure: BaseException | None = None
     self.moved, self.is_needed = time.monotonic(), False
     self._inbox = Inbox()
-    self._engine: Engine | None = None
-    self._model: Any = None
-    self._version: int | None = None
-    self._launches, self._idle_s = 0, 0.0
-    self._drawing: dict[GroupClient, None] = {}
+    self._stream: Stream | None = None
+    self._weights: Weights | None = None  # those of the stream; None: it has to start
+    self._losses, self._idle_s = 0, 0.0
+    self._drawing: dict[Group, GroupClient] = {}
     self._parked, self._is_working, self._stops = 0, False, False
     self._thread: threading.Thread | None = None
 
@@ -304,8 +311,8 @@ class EngineLoop:
       self.fail(error)
     finally:
       self._is_working = False
-      if self._engine is not None:
-        self._engine.close()
+      if self._stream is not None:
+        self._stream.cancel()
       with self.changed:
         self.changed.notify_all()
 
@@ -316,11 +323,10 @@ class EngineLoop:
       if self._parked:
         self.changed.wait(_LOOK_S)
         return True
-      state = self._launches, self._version
-      decisions, may_step = self._decider.take(self._inbox, *state)
-      engine = self._engine
-      is_busy = engine is not None and engine.is_busy
-      if not decisions and not (may_step and is_busy):
+      launches = 0 if self._stream is None else self._stream.launches
+      version = None if self._weights is None else self._weights.version.step
+      decisions, may_step = self._decider.take(self._inbox, launches, version)
+      if not decisions and not (may_step and self._is_busy):
         start = time.monotonic()
         self._decider.check(self.is_needed)
         self.changed.wait(_LOOK_S)
@@ -328,15 +334,35 @@ class EngineLoop:
         return True
       self._is_working = True
     for decision in decisions:
-      self._apply(decision)
-    if may_step and self._engine is not None and self._engine.step():
-      self._launches += 1
-      self._hand_out()
+      self._unless_lost(lambda decision=decision: self._apply(decision))
+    if may_step and self._is_busy:
+      self._unless_lost(self._launch)
     with self.changed:
       self._is_working = False
       self.moved = time.monotonic()
       self.changed.notify_all()
     return True
+
+  @property
+  def _is_busy(self) -> bool:
+    return (
+      self._weights is not None and self._stream is not None and self._stream.open > 0
+    )
+
+  def _unless_lost(self, work: Callable[[], None]) -> None:
+    """Runs work of the stream; if it is lost, the next decision starts another one."""
+    try:
+      work()
+    except ClientLost as error:
+      self._losses += 1
+      self._decider.lost(error)
+      if self._losses == _MOST_LOSSES or self._weights is None:
+        raise
+      _log.warning("%s; what has not ended is sampled again", error)
+      with self.changed:
+        weights = self._weights
+        self._inbox.offered.setdefault(weights.version.step, weights)
+      self._weights = None
 
   def _apply(self, decision: Decision) -> None:
     if isinstance(decision, Start):
@@ -345,16 +371,17 @@ class EngineLoop:
       self._load(decision.weights)
     elif isinstance(decision, Ended):
       if not decision.policy.is_abandoned:
+        self._losses = 0
         with self.changed:
           self._on_end(decision)
     elif not decision.policy.is_abandoned:
       self._draw(decision)
 
   def _begin(self, weights: Weights) -> None:
-    is_first = self._engine is None
-    if self._engine is not None:
-      self._engine.close()
-    (self._engine, self._model), self._launches = self._make_engine(), 0
+    is_first = self._stream is None
+    if self._stream is not None:
+      self._stream.cancel()
+    self._stream = self._make_stream()
     self._drawing.clear()
     self._load(weights)
     if not is_first:
@@ -364,27 +391,17 @@ class EngineLoop:
         self._on_start()
 
   def _load(self, weights: Weights) -> None:
-    assert self._engine is not None
-    placement.put(self._model, weights.arrays)
-    self._version = weights.version.step
-    self._engine.update_weights(version=self._version, mode="keep")
+    assert self._stream is not None
+    self._weights = weights
+    self._stream.load(weights)
 
   def _draw(self, asked: Asked) -> None:
-    policy = asked.policy
-    if policy.turns is None:
-      assert self._engine is not None
-      policy.turns = EngineClient(self._engine, self._config, policy.key)
-    moved = [
-      dataclasses.replace(draw, episode=draw.episode + policy.first)
-      for draw in asked.draws
-    ]
-    policy.turns.submit(moved)
-    self._drawing[policy] = None
+    assert self._stream is not None
+    self._drawing[asked.policy.group] = asked.policy
+    self._stream.submit([asked.policy.drawn_by(draw) for draw in asked.draws])
 
-  def _hand_out(self) -> None:
-    for policy in list(self._drawing):
-      assert policy.turns is not None
-      for drawn in policy.turns.arrived():
-        policy.answer(drawn)
-      if not policy.turns.open:
-        del self._drawing[policy]
+  def _launch(self) -> None:
+    assert self._stream is not None
+    for drawn in self._stream.poll():
+      assert drawn.group is not None
+      self._drawing[drawn.group].answer(drawn)

@@ -35,7 +35,6 @@ from tunix.rl.experience import saved_rollouts
 from tunix.rl.experience.experience import Experience, ShapeRewards, check_same_prompts
 from tunix.rl.pipeline import PromptBatch, PromptSource
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.schedules import journal as journal_lib
 from tunix.rl.schedules.deciders import Live, Replayed
 from tunix.rl.schedules.engine_loop import (
@@ -94,13 +93,8 @@ class Greedy(Sync):
     replay: str | None,
   ):
     super().__init__(experience, shape_rewards)
-    if not isinstance(rollout := cluster.rollout, VanillaRollout):
-      raise ValueError(
-        f"rollout_engine is {type(rollout).__name__}, and schedule is 'greedy', which "
-        'needs our engine: set rollout_engine to "vanilla"'
-      )
-    rollout.check_separate_engine()
-    self._rollout: VanillaRollout = rollout
+    self._rollout = cluster.rollout
+    self._rollout.check_stream()
     self._cluster, self._lag, self._timeout_s = cluster, lag, timeout_s
     self._max_tokens, self._generations = max_tokens, generations
     self._journal: Journal | None = None
@@ -120,6 +114,8 @@ class Greedy(Sync):
       settings = {"lag": lag, "generations": generations, "seed": seed}
       if self._has_others:
         settings["processes"] = jax.process_count()
+      if self._rollout.engines > 1:
+        settings["engines"] = self._rollout.engines
       journal.check(settings)
     if self._journal is not None:
       self._journal.decisions.clear()  # only a replay needs them
@@ -200,7 +196,7 @@ class Greedy(Sync):
       AbsentError: another process failed, or did not take part in time.
       TypeError: a column of the data or a message of an environment is not JSON.
     """
-    rollout: Any = self._rollout  # one in each process, as `setup` has checked
+    rollout = self._rollout
 
     def mine() -> list[Any]:
       self._wait(job)
@@ -281,14 +277,13 @@ class Greedy(Sync):
   def _start(self, prompts: int) -> None:
     """Starts the engine's thread with the present weights."""
     rows = prompts * self._generations * (self._lag + 1)
-    model: Any = self._rollout.model()
+    config = self._cluster.cluster_config.rollout(Mode.TRAIN)
     self._loop = EngineLoop(
-      lambda: self._rollout.separate_engine(rows, self._max_tokens),
-      self._cluster.cluster_config.rollout(Mode.TRAIN),
+      lambda: self._rollout.stream(config, rows, self._max_tokens),
       self._decider,
       on_end=self._take,
       on_start=self._start_again,
-      vocab_size=model.config.vocab_size,
+      vocab_size=self._rollout.vocab_size,
       mesh=self._rollout.mesh,
     )
     self._loop.offer(self._cluster.weights())

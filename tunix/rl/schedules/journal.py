@@ -23,18 +23,16 @@ import hashlib
 import json
 import pathlib
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from tunix.rl.rollout.client import Group
 from tunix.utils.record_file import RecordError, RecordFile
 
 DECISIONS, EPISODES = "decisions.bin", "episodes.bin"
 FOLDER = "journal"  # in the folder of the checkpoints
 _PROCESS = "process_"  # begins the name of the folder of each of several processes
-
-Group = tuple[int, int]  # number of the batch, number of the prompt in it
 
 
 class JournalError(RecordError):
@@ -70,7 +68,7 @@ class Journal:
         _, _, batch, group, digest, offset = record
         self.ended[batch, group] = digest, offset
 
-  def check(self, settings: Mapping[str, Any]) -> None:
+  def check(self, settings: dict[str, Any]) -> None:
     """Writes the settings of a new journal, or compares them with those of an old one.
 
     Raises:
@@ -79,14 +77,14 @@ class Journal:
     if not self.decisions and self._reads:
       raise JournalError(f"{self.folder} has no decision: expected those of a run")
     if not self.decisions:
-      self.add("run", dict(settings))
+      self.add("run", settings)
       return
     before = self.decisions[0][1]
-    for name, value in settings.items():
-      if before.get(name) != value:
+    for name in before | settings:
+      if before.get(name) != settings.get(name):
         raise JournalError(
           f"{self.folder} belongs to a run with {name} {before.get(name)}, and this "
-          f"run has {value}: use the settings of that run, or another folder"
+          f"run has {settings.get(name)}: use the settings of that run, or another folder"
         )
 
   def add(self, *record: Any) -> None:
