@@ -18,10 +18,12 @@ from tests import drills, processes, toys
 from tests.rl import clusters, drill_worker
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts as hosts_lib
+from tests.rl.schedules import greedy_test, schedule_test
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.rollout import host as host_lib, remote_host
-from tunix.rl.rollout.host import HostError
+from tunix.rl.rollout.host import HostError, RolloutHost
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
+from tunix.rl.schedules.journal import JournalError
 from tunix.rl.weights import weight_sync
 from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
@@ -101,12 +103,36 @@ def test_episodes_on_a_host_equal_those_of_an_engine_of_the_run(schedule):
     assert_equal(here, run(rollout=far(urls), rollout_engine="remote"))
 
 
-def test_greedy_is_refused():
-  with (
-    hosts_lib.served(hosts_lib.make) as (urls, _),
-    pytest.raises(ValueError, match="which needs our engine"),
-  ):
-    clusters.grpo(rollout=far(urls), rollout_engine="remote", schedule="greedy")
+def test_greedy_on_hosts_is_replayed_on_hosts_and_survives_the_loss_of_one(tmp_path):
+  def options(urls):
+    rollout = {"max_tokens_to_generate": 4, "max_prompt_length": 8, **far(urls)}
+    return {"rollout": rollout, "rollout_engine": "remote", "env": toy_envs.Echo}
+
+  def served(*makers):
+    return hosts_lib.served(*makers, hosts_lib.make)
+
+  with served(hosts_lib.make) as (urls, hosts):
+    made = greedy_test.learner(tmp_path, eval_every_n_steps=1, **options(urls))
+    host, launches = hosts[0], []
+
+    def poll(*arguments, **named):
+      launches.append(1)
+      if len(launches) == 9:  # as if its process was started again
+        host.life, host.stamp, host._owner = "another life", "", None
+        host._end_stream()
+      return RolloutHost.poll(host, *arguments, **named)
+
+    host.poll = poll
+    made.train(schedule_test.data(greedy_test.STEPS), schedule_test.data(1))
+    made.close()
+  starts = [r[0] for r in greedy_test.decisions(tmp_path)].count("start")
+  assert starts == 2
+  greedy_test.assert_ended_once(tmp_path, greedy_test.STEPS)
+  with served(hosts_lib.make) as (urls, _):
+    again = greedy_test.replayed(tmp_path, **options(urls))
+  assert_equal(weights(made), weights(again))
+  with served() as (urls, _), pytest.raises(JournalError, match="engines 2, and this"):
+    greedy_test.replayed(tmp_path, **options(urls))
 
 
 @pytest.mark.parametrize(

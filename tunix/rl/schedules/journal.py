@@ -81,10 +81,11 @@ class Journal:
       return
     before = self.decisions[0][1]
     for name in before | settings:
-      if before.get(name) != settings.get(name):
+      theirs, value = before.get(name), settings.get(name)
+      if theirs != value:
         raise JournalError(
-          f"{self.folder} belongs to a run with {name} {before.get(name)}, and this "
-          f"run has {settings.get(name)}: use the settings of that run, or another folder"
+          f"{self.folder} belongs to a run with {name} {theirs}, and this run has "
+          f"{value}: use the settings of that run, or another folder"
         )
 
   def add(self, *record: Any) -> None:
