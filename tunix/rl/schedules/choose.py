@@ -8,7 +8,8 @@ from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.experience.experience import Experience, ShapeRewards
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.schedules.greedy import Greedy
-from tunix.rl.schedules.schedule import Lagged, Sync
+from tunix.rl.schedules.lagged import Lagged
+from tunix.rl.schedules.schedule import Schedule
 from tunix.sft.metrics_logger import Mode
 
 
@@ -17,7 +18,7 @@ def make(
   algorithm: AlgorithmConfig,
   experience: Experience,
   shape_rewards: ShapeRewards,
-) -> Sync:
+) -> Schedule:
   """Returns the schedule of a learner.
 
   Args:
@@ -28,7 +29,7 @@ def make(
   """
   config = cluster.cluster_config.training_config
   if config.schedule == "sync":
-    return Sync(experience, shape_rewards)
+    return Schedule(experience, shape_rewards)
   limits: dict[str, Any] = {
     "lag": config.staleness,
     "timeout_s": config.rollout_timeout_s,

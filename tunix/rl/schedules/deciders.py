@@ -9,7 +9,14 @@ import time
 from typing import Any
 
 from tunix.rl.rollout.client import ClientLost, Draw, Group
-from tunix.rl.schedules.engine_loop import Asked, Decision, Ended, Inbox, Start, Switch
+from tunix.rl.schedules.engine_loop import (
+  Decision,
+  GroupDraws,
+  GroupEnd,
+  Inbox,
+  Start,
+  Switch,
+)
 from tunix.rl.schedules.journal import Journal, digest_of
 
 
@@ -55,14 +62,14 @@ class Live:
         decisions.append(Switch(newest))
         self._add("switch", launches, newest.version.step)
     # Requests of older prompts start first.
-    for asked in sorted(inbox.asked, key=lambda asked: asked.policy.group):
-      if not asked.policy.is_abandoned:
+    for asked in sorted(inbox.asked, key=lambda asked: asked.client.group):
+      if not asked.client.is_abandoned:
         rows = [[x.episode, x.turn, digest_of_draw(x)] for x in asked.draws]
-        self._add("draw", launches, *asked.policy.group, rows)
+        self._add("draw", launches, *asked.client.group, rows)
         decisions.append(asked)
     for ended in inbox.ended:
-      if self._journal is not None and not ended.policy.is_abandoned:
-        group = ended.policy.group
+      if self._journal is not None and not ended.client.is_abandoned:
+        group = ended.client.group
         digest = digest_of(replayable(ended.content))
         self._journal.end(launches, group, digest, ended.offset)
       decisions.append(ended)
@@ -95,14 +102,14 @@ class Replayed:
     self._records = journal.decisions[1:]
     self._at = 0
     self._since: float | None = None
-    self._draws: dict[tuple[Group, int, int], tuple[Asked, Draw]] = {}
+    self._draws: dict[tuple[Group, int, int], tuple[GroupDraws, Draw]] = {}
 
   def take(
     self, inbox: Inbox, launches: int, version: int | None
   ) -> tuple[list[Decision], bool]:
     for asked in inbox.asked:
-      for draw in () if asked.policy.is_abandoned else asked.draws:
-        key = asked.policy.group, draw.episode, draw.turn
+      for draw in () if asked.client.is_abandoned else asked.draws:
+        key = asked.client.group, draw.episode, draw.turn
         self._draws[key] = asked, draw
     inbox.asked.clear()
     if self._at == len(self._records):
@@ -142,7 +149,7 @@ class Replayed:
 
   def _asked(self, record: Any, inbox: Inbox) -> Decision | None:
     _, _, batch, prompt, rows = record
-    group, draws, policy = (batch, prompt), [], None
+    group, draws, client = (batch, prompt), [], None
     for episode, turn, digest in rows:
       found = self._draws.get((group, episode, turn))
       if found is None:
@@ -155,18 +162,18 @@ class Replayed:
           f"run: action {turn} has another prompt, or other limits. If the environment "
           "draws random numbers or reads a clock, give it a seed"
         )
-      policy = asked.policy
+      client = asked.client
       draws.append(draw)
     for episode, turn, _ in rows:
       del self._draws[group, episode, turn]
-    assert policy is not None
-    return Asked(policy, tuple(draws))
+    assert client is not None
+    return GroupDraws(client, tuple(draws))
 
   def _check_not_ended(
     self, group: Group, episode: int, turn: int, inbox: Inbox
   ) -> None:
-    mine = [x for x in inbox.ended if x.policy.group == group]
-    if any(not ended.policy.is_abandoned for ended in mine):
+    mine = [x for x in inbox.ended if x.client.group == group]
+    if any(not ended.client.is_abandoned for ended in mine):
       raise ReplayError(
         f"the environment of {named(group, episode)} ended the episode before action "
         f"{turn}, which the run has"
@@ -175,7 +182,7 @@ class Replayed:
   def _end(self, record: Any, inbox: Inbox) -> Decision | None:
     _, _, batch, prompt, digest, _ = record
     for i, ended in enumerate(inbox.ended):
-      if ended.policy.group == (batch, prompt) and not ended.policy.is_abandoned:
+      if ended.client.group == (batch, prompt) and not ended.client.is_abandoned:
         if digest_of(replayable(ended.content)) != digest:
           raise ReplayError(difference(self._journal, ended))
         return inbox.ended.pop(i)
@@ -225,9 +232,9 @@ def replayable(content: Any) -> Any:
   return [replayable(x) for x in content] if isinstance(content, list) else content
 
 
-def difference(journal: Journal, ended: Ended) -> str:
+def difference(journal: Journal, ended: GroupEnd) -> str:
   """Returns the message for a group that ended otherwise than in its run."""
-  group = ended.policy.group
+  group = ended.client.group
   before = replayable(journal.content(group))
   now = replayable(ended.content)
   for name in ("completion_ids", "rollout_logps"):

@@ -50,30 +50,30 @@ class Switch(NamedTuple):
   weights: Weights
 
 
-class Asked(NamedTuple):
+class GroupDraws(NamedTuple):
   """Actions that a group asks for."""
 
-  policy: GroupClient
+  client: GroupClient
   draws: tuple[Draw, ...]
 
 
-class Ended(NamedTuple):
+class GroupEnd(NamedTuple):
   """A group with its rewards.
 
   Attributes:
-    policy: drew its actions.
+    client: drew its actions.
     rollouts: the completions.
     content: the same as JSON; None if there is no journal.
     offset: place of the content in the journal.
   """
 
-  policy: GroupClient
+  client: GroupClient
   rollouts: Rollouts
   content: Any = None
   offset: int = 0
 
 
-Decision = Start | Switch | Asked | Ended
+Decision = Start | Switch | GroupDraws | GroupEnd
 
 
 @dataclasses.dataclass
@@ -85,8 +85,8 @@ class Inbox:
     offered: weights by the number of updates.
   """
 
-  asked: list[Asked] = dataclasses.field(default_factory=list)
-  ended: list[Ended] = dataclasses.field(default_factory=list)
+  asked: list[GroupDraws] = dataclasses.field(default_factory=list)
+  ended: list[GroupEnd] = dataclasses.field(default_factory=list)
   offered: dict[int, Weights] = dataclasses.field(default_factory=dict)
 
 
@@ -147,7 +147,7 @@ class GroupClient:
   def submit(self, draws: Sequence[Draw]) -> None:
     self._check()
     self._open += len(draws)
-    self._loop.put(Asked(self, tuple(draws)))
+    self._loop.put(GroupDraws(self, tuple(draws)))
 
   def poll(self) -> list[Drawn]:
     self._check()
@@ -162,9 +162,9 @@ class GroupClient:
     self.is_abandoned = True
 
   def hand_in(self, rollouts: Rollouts, content: Any, offset: int) -> None:
-    """Gives the completions with their rewards to the engine's thread; see `Ended`."""
+    """Gives the completions with rewards to the engine's thread; see `GroupEnd`."""
     self._check()
-    self._loop.put(Ended(self, rollouts, content, offset))
+    self._loop.put(GroupEnd(self, rollouts, content, offset))
 
   def drawn_by(self, draw: Draw) -> Draw:
     """Returns an action as a stream takes it."""
@@ -186,16 +186,17 @@ class EngineLoop:
   Args:
     make_stream: makes a stream; called in the thread.
     decider: see the module.
+    changed: notified after each decision; guards the inbox and what `on_end` writes.
     on_end: called with each ended group, in the thread, while `changed` is held.
     on_start: called after a second or later `Start`, in the thread.
+    is_needed: returns True while the learner waits for completions.
     vocab_size: number of ids of the model; None: unknown.
     mesh: mesh of the thread; None: that of the caller of `start`.
 
   Attributes:
-    changed: notified after each decision; guards the inbox and what `on_end` writes.
+    changed: as given.
     failure: the exception that ended the thread.
     moved: time of the last decision.
-    is_needed: True while the learner waits for completions.
     vocab_size: as given.
   """
 
@@ -203,18 +204,20 @@ class EngineLoop:
     self,
     make_stream: Callable[[], Stream],
     decider: Decider,
+    changed: threading.Condition,
     *,
-    on_end: Callable[[Ended], None],
+    on_end: Callable[[GroupEnd], None],
     on_start: Callable[[], None],
+    is_needed: Callable[[], bool],
     vocab_size: int | None,
     mesh: Any = None,
   ):
     self._mesh = mesh
     self._make_stream, self._decider = make_stream, decider
     self._on_end, self._on_start, self.vocab_size = on_end, on_start, vocab_size
-    self.changed = threading.Condition()
+    self.changed, self._is_needed = changed, is_needed
     self.failure: BaseException | None = None
-    self.moved, self.is_needed = time.monotonic(), False
+    self.moved = time.monotonic()
     self._inbox = Inbox()
     self._stream: Stream | None = None
     self._weights: Weights | None = None  # those of the stream; None: it has to start
@@ -241,10 +244,10 @@ class EngineLoop:
     )
     self._thread.start()
 
-  def put(self, item: Asked | Ended) -> None:
+  def put(self, item: GroupDraws | GroupEnd) -> None:
     """Takes what a group asks for, or its end."""
     with self.changed:
-      if isinstance(item, Asked):
+      if isinstance(item, GroupDraws):
         self._inbox.asked.append(item)
       else:
         self._inbox.ended.append(item)
@@ -328,7 +331,7 @@ class EngineLoop:
       decisions, may_step = self._decider.take(self._inbox, launches, version)
       if not decisions and not (may_step and self._is_busy):
         start = time.monotonic()
-        self._decider.check(self.is_needed)
+        self._decider.check(self._is_needed())
         self.changed.wait(_LOOK_S)
         self._idle_s += time.monotonic() - start
         return True
@@ -369,12 +372,12 @@ class EngineLoop:
       self._begin(decision.weights)
     elif isinstance(decision, Switch):
       self._load(decision.weights)
-    elif isinstance(decision, Ended):
-      if not decision.policy.is_abandoned:
+    elif isinstance(decision, GroupEnd):
+      if not decision.client.is_abandoned:
         self._losses = 0
         with self.changed:
           self._on_end(decision)
-    elif not decision.policy.is_abandoned:
+    elif not decision.client.is_abandoned:
       self._draw(decision)
 
   def _begin(self, weights: Weights) -> None:
@@ -395,10 +398,10 @@ class EngineLoop:
     self._weights = weights
     self._stream.load(weights)
 
-  def _draw(self, asked: Asked) -> None:
+  def _draw(self, asked: GroupDraws) -> None:
     assert self._stream is not None
-    self._drawing[asked.policy.group] = asked.policy
-    self._stream.submit([asked.policy.drawn_by(draw) for draw in asked.draws])
+    self._drawing[asked.client.group] = asked.client
+    self._stream.submit([asked.client.drawn_by(draw) for draw in asked.draws])
 
   def _launch(self) -> None:
     assert self._stream is not None

@@ -1,4 +1,4 @@
-"""Batches of prompts of the schedule `greedy`, and the rule that lets them start."""
+"""Batches that are sampled ahead, and the rule that lets them start."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.experience import saved_rollouts
+from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.schedules.engine_loop import Ended, GroupClient
+from tunix.rl.schedules.engine_loop import GroupClient, GroupEnd
 from tunix.rl.schedules.journal import Journal, JournalError
+from tunix.rl.weights.placement import Weights
+from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
 
 
@@ -34,50 +37,92 @@ def admissible(lag: int, step: int, size: int) -> int:
 
 
 @dataclasses.dataclass(eq=False)
+class Part:
+  """Sampled rollouts with their rewards.
+
+  Environments are neither in a checkpoint nor in a journal, so that none is kept here.
+
+  Attributes:
+    rollouts: the rollouts.
+    phases: the seconds that they took.
+    measured: their metrics.
+    ended_at: time of their end; 0: in an earlier process.
+  """
+
+  rollouts: Rollouts
+  phases: Phases = dataclasses.field(default_factory=Phases)
+  measured: list[dict[str, Mean]] = dataclasses.field(default_factory=list)
+  ended_at: float = 0.0
+
+  def __post_init__(self):
+    for episode in self.rollouts.episodes:
+      episode.environment = None
+
+
+@dataclasses.dataclass(eq=False)
 class Job:
-  """A batch of prompts.
+  """A batch of prompts that is sampled ahead of its update.
 
   Attributes:
     batch: the prompts.
     number: batches that are trained on before it.
-    mine: prompts that this process samples.
-    groups: rollouts of each prompt, None as long as they are not complete.
-    ended_at: times at which they were.
-    seconds: by phase, of each prompt.
-    policies: those of the prompts that were started and not ended.
+    mine: parts that this process samples.
+    parts: rollouts of each prompt, or of the whole batch; None until they are complete.
+    mode: see `Schedule.rollouts`.
+    weights: the weights to sample with, where they are fixed; None when they are not
+      needed again.
+    error: the reason why a part is not sampled.
+    clients: those of the prompts that were started and have not ended.
   """
 
   batch: PromptBatch
   number: int
   mine: range
-  groups: list[Rollouts | None]
-  ended_at: list[float]
-  seconds: list[dict[str, float]] = dataclasses.field(default_factory=list)
-  policies: dict[int, GroupClient] = dataclasses.field(default_factory=dict)
+  parts: list[Part | None]
+  mode: Mode = Mode.TRAIN
+  weights: Weights | None = None
+  error: BaseException | None = None
+  clients: dict[int, GroupClient] = dataclasses.field(default_factory=dict)
 
   @classmethod
-  def of(cls, batch: PromptBatch, number: int) -> Job:
+  def of_prompts(cls, batch: PromptBatch, number: int) -> Job:
+    """Returns a job with a part for each prompt; each process has some of them."""
     count = len(batch.prompts)
-    mine = coordination.share(count)
-    return cls(batch, number, mine, [None] * count, [0.0] * count)
+    return cls(batch, number, coordination.share(count), [None] * count)
+
+  @classmethod
+  def whole_of(cls, batch: PromptBatch, number: int, mode: Mode = Mode.TRAIN) -> Job:
+    """Returns a job with one part, on every process."""
+    return cls(batch, number, range(1), [None], mode)
+
+  @property
+  def name(self) -> str:
+    """Name of the batch in messages."""
+    kind = "evaluation" if self.mode is Mode.EVAL else "rollouts"
+    return f"batch {self.number} of the {kind}"
 
   @property
   def missing(self) -> list[int]:
-    """Prompts of this process whose rollouts are not complete."""
-    return [i for i in self.mine if self.groups[i] is None]
+    """Parts of this process that are not complete."""
+    return [i for i in self.mine if self.parts[i] is None]
+
+  @property
+  def first_missing(self) -> str:
+    """Name of the first missing part in messages."""
+    is_whole = len(self.parts) < len(self.batch.prompts)
+    return self.name if is_whole else f"prompt {self.missing[0]} of {self.name}"
 
   @property
   def whole(self) -> Rollouts:
-    """The rollouts of all prompts, which are complete."""
-    return common.joined([group for group in self.groups if group is not None])
+    """The rollouts of all parts, which are complete."""
+    return common.joined([part.rollouts for part in self.parts if part is not None])
 
-  def take(self, ended: Ended) -> None:
-    """Stores a group that has ended."""
-    _, prompt = ended.policy.group
-    self.groups[prompt] = ended.rollouts
-    self.ended_at[prompt] = time.monotonic()
-    self.seconds.append(ended.policy.phases.seconds)
-    self.policies.pop(prompt, None)
+  def take(self, ended: GroupEnd) -> None:
+    """Stores the part of a group that has ended."""
+    _, prompt = ended.client.group
+    part = Part(ended.rollouts, ended.client.phases, ended_at=time.monotonic())
+    self.parts[prompt] = part
+    self.clients.pop(prompt, None)
 
   def read_ended(self, journal: Journal | None) -> None:
     """Reads the groups that ended in an earlier process.
@@ -97,14 +142,14 @@ class Job:
           f"{journal.folder} has other data for prompt {prompt} of batch "
           f"{self.number}: use the data of that run, or another folder"
         )
-      self.groups[prompt] = rollouts
+      self.parts[prompt] = Part(rollouts)
 
   def share(self) -> list[Any]:
     """Returns the groups of this process, which are complete, as JSON."""
     return [
-      saved_rollouts.to_json(group)
-      for group in self.groups[self.mine.start : self.mine.stop]
-      if group is not None
+      saved_rollouts.to_json(part.rollouts)
+      for part in self.parts[self.mine.start : self.mine.stop]
+      if part is not None
     ]
 
   def take_shares(self, shares: Sequence[Sequence[Any]]) -> None:
@@ -112,7 +157,7 @@ class Job:
     groups = [group for share in shares for group in share]
     for prompt, group in enumerate(groups):
       if prompt not in self.mine:
-        self.groups[prompt] = saved_rollouts.from_json(group)
+        self.parts[prompt] = Part(saved_rollouts.from_json(group))
 
   def to_json(self) -> dict[str, Any]:
     """Returns the prompts; their rollouts are in the journal.
