@@ -1,13 +1,16 @@
 """Runs one RL job of the kill drills: python -m tests.rl.drill_worker JOB FOLDER.
 
 The arguments RANK COUNT PORT may follow, for one of several processes. A greedy job
-whose FOLDER begins with "replay_" repeats the one beside it.
+whose FOLDER begins with "replay_" repeats the one beside it. A job that ends with
+"-hosts" samples on the hosts of the environment variable HOSTS.
 """
 
 import contextlib
 import gc
+import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
@@ -29,6 +32,7 @@ from tunix.sft.peft_trainer import CheckpointOptions
 from tunix.utils import mesh as mesh_lib
 
 STEPS = 24
+HOSTS = "TUNIX_DRILL_HOSTS"
 # A gated delta net below gated attention.
 RECURRENT = ModelConfig(
   num_layers=2,
@@ -61,8 +65,8 @@ def sometimes(prompts, completions, number, **columns):
 
 
 def learner(job: str, folder: pathlib.Path) -> RLLearner:
-  """The learner of a job: "grpo", "grpo-lora", "grpo-recurrent", "lagged", ..."""
-  options = {
+  """The learner of a job: "grpo", "grpo-lora", "lagged", "greedy-env-hosts", ..."""
+  options: dict[str, Any] = {
     "max_steps": STEPS,
     "eval_every_n_steps": 6,
     "mini_batch_size": 2,
@@ -70,8 +74,15 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     "checkpointing_options": CheckpointOptions(save_every_n_steps=4),
     "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
   }
+  rollout: dict[str, Any] = {}
   if jax.process_count() > 1:
     options["rollout_engine"] = "per_process"
+  if job.endswith("-hosts"):
+    job = job.removesuffix("-hosts")
+    options["rollout_engine"] = "remote"
+    urls = os.environ[HOSTS].split()
+    rollout["engine_options"] = {"urls": urls, "lost_s": 120.0}
+  options["rollout"] = rollout
   shared = {"num_iterations": 2, "beta": 0.05, "pass_threshold": 0.5}
   if job == "ppo":
     cluster = clusters.cluster(
@@ -94,7 +105,7 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
   if job.endswith("-env"):
     if job == "lagged-env":
       options |= {"schedule": "lagged"}
-    options["rollout"] = {"max_tokens_to_generate": 4, "max_prompt_length": 8}
+    rollout |= {"max_tokens_to_generate": 4, "max_prompt_length": 8}
     cluster = clusters.cluster(actor(), **options)
     config = GRPOConfig(num_generations=4, num_iterations=2, beta=0.0)
     limits = EpisodeConfig(max_turns=3, max_tokens=24)

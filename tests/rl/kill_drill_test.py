@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tests import drills
-from tests.rl import kill_matrix
+from tests.rl import drill_worker, kill_matrix
+from tests.rl.rollout.hosts import HostProcess
 from tunix.rl.schedules import journal
 
 
@@ -37,15 +38,29 @@ def test_killed_runs_resume_exactly(tmp_path, job, kills):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("job", "kills"), [pytest.param("greedy-env", 2, marks=pytest.mark.ci), ("greedy", 5)]
+  ("job", "kills"),
+  [
+    pytest.param("greedy-env", 2, marks=pytest.mark.ci),
+    ("greedy", 5),
+    ("greedy-env-hosts", 4),
+  ],
 )
-def test_killed_greedy_runs_lose_nothing_and_are_replayed(tmp_path, job, kills):
+def test_killed_greedy_runs_lose_nothing_and_are_replayed(
+  tmp_path, job, kills, monkeypatch, request
+):
+  host = None
+  if job.endswith("-hosts"):
+    host = HostProcess(tmp_path / "programs")
+    request.addfinalizer(host.stop)
+    monkeypatch.setenv(drill_worker.HOSTS, host.url)
   command = [sys.executable, "-m", "tests.rl.drill_worker", job]
   drill = drills.KillDrill(command=lambda folder: [*command, str(folder)])
   folder, dice = tmp_path / "run", random.Random(len(job))
   file = folder / "checkpoints" / journal.FOLDER / journal.DECISIONS
   for kill in range(kills):
-    if kill == 1:
+    if host is not None and kill == 2:
+      killed_host_at(drill.start(folder), file, dice.randrange(20, 900), host)
+    elif kill == 1:
       assert drill.interrupt(folder, after_saves=1, in_save=True)
     else:
       kill_at(drill.start(folder), file, dice.randrange(20, 900))
@@ -63,11 +78,23 @@ def test_killed_runs_of_two_processes_resume_exactly(tmp_path):
 
 def kill_at(run, file, more):
   """Kills a run when its journal has grown by some bytes, in the middle of a step."""
+  wait_for(run, file, more)
+  run.kill()
+  output, _ = run.communicate(timeout=60)
+  assert run.returncode == -signal.SIGKILL, output
+
+
+def killed_host_at(run, file, more, host):
+  """Kills the host of a run in the middle of a step, and the run after that."""
+  wait_for(run, file, more)
+  host.restart()
+  kill_at(run, file, 300)
+
+
+def wait_for(run, file, more):
+  """Waits until the journal of a run has grown by some bytes."""
   size = lambda: file.stat().st_size if file.exists() else 0
   end, until = size() + more, time.monotonic() + drills.DEADLINE_SECONDS
   while size() < end and run.poll() is None:
     assert time.monotonic() < until, "the journal did not grow"
     time.sleep(0.002)
-  run.kill()
-  output, _ = run.communicate(timeout=60)
-  assert run.returncode == -signal.SIGKILL, output

@@ -24,10 +24,14 @@ from typing import Any
 
 from tests import drills, processes, world
 from tests.rl import drill_worker
+from tests.rl.rollout.hosts import HostProcess
 from tunix.rl.schedules import journal
 
 # Of drill_worker.py.
-JOBS = ("grpo", "grpo-env", "lagged", "lagged-env", "greedy", "greedy-env")
+JOBS = (
+  *("grpo", "grpo-env", "lagged", "lagged-env", "greedy", "greedy-env"),
+  "greedy-env-hosts",  # of which some are killed too
+)
 HEARTBEAT_S = 10
 STARTED = "starts from step"
 
@@ -100,6 +104,9 @@ class Case:
     self.kills = self.runs = 0
     self._dice = random.Random(f"{job} {count} {seed}")
     self._drill = drills.KillDrill(command=lambda folder: [])
+    has_hosts, programs = job.endswith("-hosts"), folder / f"programs-{count}"
+    self._hosts = [HostProcess(programs) for _ in range(count * has_hosts)]
+    os.environ[drill_worker.HOSTS] = " ".join(host.url for host in self._hosts)
     # The first run compiles; the second one tells how long a killed run would take.
     for name in ("whole", "again"):
       run = Running(job, count, folder / name)
@@ -118,6 +125,11 @@ class Case:
       left -= self._killed_run(folder, left)
       self._compare(folder)
       self.runs += 1
+
+  def close(self) -> None:
+    """Ends the hosts."""
+    for host in self._hosts:
+      host.stop()
 
   def _compare(self, folder: pathlib.Path) -> None:
     expected = self._expected
@@ -159,6 +171,9 @@ class Case:
 
   def _killed(self, run: Running) -> bool:
     """Kills processes of a run; returns False if it has ended just before."""
+    if self._hosts and self._dice.random() < 0.5:
+      self._dice.choice(self._hosts).restart()
+      time.sleep(self._dice.uniform(0.0, self._seconds))
     ranks = range(self.count)
     victims = self._dice.choice([[rank] for rank in ranks] + [list(ranks)])
     for rank in victims:
@@ -194,7 +209,10 @@ def drill(cases: Any, kills: int, folder: pathlib.Path, seed: int = 0) -> list[C
   for number, (job, count) in enumerate(cases):
     share = kills * (number + 1) // len(cases) - kills * number // len(cases)
     case = Case(job, count, folder / f"{job}-{count}", seed)
-    case.run(share)
+    try:
+      case.run(share)
+    finally:
+      case.close()
     print(
       f"{job:12} {count} process(es): {case.kills} kills in {case.runs} runs, "
       "0 bytes differ",

@@ -3,11 +3,12 @@
 import contextlib
 import functools
 import pathlib
+import subprocess
 import sys
 import threading
 from typing import Any
 
-from tests import drills
+from tests import drills, processes
 from tests.rl import clusters
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.host import RolloutHost
@@ -62,6 +63,38 @@ def served(*makers: Any, **changes: Any):
       one.should_exit = True
     for thread in threads:
       thread.join(30)
+
+
+class HostProcess:
+  """A host in a process of its own, with the model of the kill drills.
+
+  Attributes:
+    url: its address.
+  """
+
+  def __init__(self, programs: pathlib.Path):
+    self._port, self._programs = processes.free_port(), programs
+    self.url = f"http://localhost:{self._port}"
+    self._start()
+
+  def _start(self) -> None:
+    command = [sys.executable, "-m", "tests.rl.rollout.hosts"]
+    self._process = subprocess.Popen(
+      [*command, str(self._port), str(self._programs)],
+      cwd=drills.ROOT,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+
+  def stop(self) -> None:
+    """Kills the process."""
+    self._process.kill()
+    self._process.wait()
+
+  def restart(self) -> None:
+    """Kills the process, and starts another one at the same address."""
+    self.stop()
+    self._start()
 
 
 def main() -> None:

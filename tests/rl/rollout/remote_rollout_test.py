@@ -1,8 +1,6 @@
 """Engines on other hosts draw what one of the run draws; a lost host costs nothing."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -422,18 +420,11 @@ def test_weights_that_are_sent_are_those_of_the_version(monkeypatch):
 # A host that is killed.
 
 
-def start_host(port, programs):
-  command = [sys.executable, "-m", "tests.rl.rollout.hosts", str(port), str(programs)]
-  return subprocess.Popen(
-    command, cwd=drills.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-  )
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_host_that_is_killed_and_started_again_changes_no_byte(tmp_path):
   """kill -9 of the host, twice, while the run samples episodes ahead of its updates."""
-  port = processes.free_port()
+  host = hosts_lib.HostProcess(tmp_path)
 
   def run(name):
     options = {
@@ -443,7 +434,7 @@ def test_a_host_that_is_killed_and_started_again_changes_no_byte(tmp_path):
     }
     if name == "far":
       options["rollout_engine"] = "remote"
-      options["rollout"] |= far([f"http://localhost:{port}"], lost_s=120.0)
+      options["rollout"] |= far([host.url], lost_s=120.0)
     cluster = clusters.cluster(drill_worker.actor(), **options)
     limits = EpisodeConfig(max_turns=3, max_tokens=24)
     learner = clusters.GRPOLearner(
@@ -457,19 +448,14 @@ def test_a_host_that_is_killed_and_started_again_changes_no_byte(tmp_path):
     def drawn():
       for number, batch in enumerate(batches):
         if name == "far" and number in (2, 4):
-          running[0].kill()
-          running[0].wait()
-          running[0] = start_host(port, tmp_path)
+          host.restart()
         yield batch
 
     learner.train(drawn())
     learner.close()
     return weights(learner)
 
-  here = run("here")
-  running = [start_host(port, tmp_path)]
   try:
-    assert_equal(here, run("far"))
+    assert_equal(run("here"), run("far"))
   finally:
-    running[0].kill()
-    running[0].wait()
+    host.stop()

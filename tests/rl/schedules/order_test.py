@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,11 @@ def batches():
 
 def run(name, lag=0, lost_at=(), folder=None, replay=None):
   cluster = fakes.FakeCluster(lost_at)
-  arguments = fakes.FakeExperience(cluster), lambda rollouts, size: rollouts.scores
-  options = {"lag": lag, "timeout_s": 20.0}
+  arguments: Any = (
+    fakes.FakeExperience(cluster),
+    lambda rollouts, size: rollouts.scores,
+  )
+  options: dict[str, Any] = {"lag": lag, "timeout_s": 20.0}
   if name == "sync":
     made = Schedule(*arguments)
   elif name == "lagged":
