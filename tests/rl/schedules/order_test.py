@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ def run(name, lag=0, lost_at=(), folder=None, replay=None):
     fakes.FakeExperience(cluster),
     lambda rollouts, size: rollouts.scores,
   )
-  options: dict[str, Any] = {"lag": lag, "timeout_s": 20.0}
+  options = {"lag": lag, "timeout_s": 20.0}
   if name == "sync":
     made = Schedule(*arguments)
   elif name == "lagged":
