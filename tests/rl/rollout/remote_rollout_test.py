@@ -18,7 +18,7 @@ from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts as hosts_lib
 from tests.rl.schedules import greedy_test, schedule_test
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.rollout import host as host_lib, remote_host
+from tunix.rl.rollout import host as host_lib, remote_host, wire
 from tunix.rl.rollout.host import HostError, RolloutHost
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
 from tunix.rl.schedules.journal import JournalError
@@ -307,10 +307,10 @@ def test_calls_of_another_owner_are_refused():
 
 def test_seeds_are_kept():
   for seed in (7, None):
-    assert host_lib.seed_from_json(host_lib.seed_to_json(seed)) == seed
+    assert wire.seed_from_json(wire.seed_to_json(seed)) == seed
   for key in (jax.random.key(3), jax.random.key(3, impl="rbg")):
-    saved = json.loads(json.dumps(host_lib.seed_to_json(key)))
-    again = host_lib.seed_from_json(saved)
+    saved = json.loads(json.dumps(wire.seed_to_json(key)))
+    again = wire.seed_from_json(saved)
     assert jax.random.key_impl(again) == jax.random.key_impl(key)
     assert (jax.random.key_data(again) == jax.random.key_data(key)).all()
 

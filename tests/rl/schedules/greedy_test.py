@@ -23,7 +23,7 @@ from tunix.rl.experience.experience import Experience
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.schedules import jobs, journal
 from tunix.rl.schedules.deciders import Replayed, ReplayError
-from tunix.rl.schedules.engine_loop import Inbox
+from tunix.rl.schedules.decisions import Inbox
 from tunix.rl.schedules.journal import FOLDER, JournalError
 from tunix.sft.metrics_logger import Mode
 

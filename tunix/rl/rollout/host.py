@@ -26,9 +26,9 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate.tokenizer_adapter import adapted
-from tunix.rl.rollout import shared_rollout
+from tunix.rl.rollout import shared_rollout, wire
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.client import Draw, SamplingClient, Stream
+from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.weights import placement, weight_sync
 from tunix.rl.weights.placement import Weights
@@ -221,7 +221,7 @@ class RolloutHost:
         json_arrays.decoded(prompts, _MOST_BYTES),
         RolloutConfig(**config),
         num_generations=num_generations,
-        seed=seed_from_json(seed),
+        seed=wire.seed_from_json(seed),
         first_prompt=first_prompt,
       )
     self.draws += 1
@@ -252,7 +252,7 @@ class RolloutHost:
     options = {"episodes": episodes, "limit": limit, "first": first}
     with mesh_lib.use_mesh(self._mesh):
       client = self._rollout.client(
-        RolloutConfig(**config), seed_from_json(seed), **options
+        RolloutConfig(**config), wire.seed_from_json(seed), **options
       )
       self._client = self._session.enter_context(client)
 
@@ -263,7 +263,7 @@ class RolloutHost:
 
     Args:
       owner: see `take`.
-      draws: the actions, of `draw_to_json`.
+      draws: the actions, of `wire.draw_to_json`.
       launch: number of this launch of the stream, from 1; None: of the open batch.
 
     Returns:
@@ -279,12 +279,11 @@ class RolloutHost:
     if launch is not None and launch == self._last[0]:
       return self._last[1]
     with mesh_lib.use_mesh(self._mesh):
-      client.submit(
-        [draw_from_json(draw) for draw in json_arrays.decoded(draws, _MOST_BYTES)]
-      )
+      read = json_arrays.decoded(draws, _MOST_BYTES)
+      client.submit([wire.draw_from_json(draw) for draw in read])
       if not client.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
-      done = json_arrays.encoded([_set_fields(x._asdict()) for x in client.poll()])
+      done = [wire.drawn_to_json(drawn) for drawn in client.poll()]
     self.draws += 1
     if launch is not None:
       self._last = launch, done
@@ -404,39 +403,3 @@ def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[st
   for path, scale in placement.scales(model).items():
     form[f"lora scale of {path}"] = str(scale)
   return form
-
-
-def draw_to_json(draw: Draw) -> dict[str, Any]:
-  """Returns an action as JSON."""
-  fields = {f.name: getattr(draw, f.name) for f in dataclasses.fields(draw)}
-  return json_arrays.encoded(_set_fields(fields | {"key": seed_to_json(draw.key)}))
-
-
-def draw_from_json(saved: dict[str, Any]) -> Draw:
-  """Returns the action of `draw_to_json`, whose arrays are decoded."""
-  group = saved.get("group")
-  more = {
-    "group": None if group is None else tuple(group),
-    "key": seed_from_json(saved.get("key")),
-  }
-  return Draw(**saved | more)
-
-
-def _set_fields(fields: dict[str, Any]) -> dict[str, Any]:
-  return {name: value for name, value in fields.items() if value is not None}
-
-
-def seed_to_json(seed: Any) -> Any:
-  """Returns a seed (an int, a jax.random key, or None) as JSON."""
-  if not isinstance(seed, jax.Array):
-    return seed
-  words = np.asarray(jax.random.key_data(seed)).tolist()
-  return {"impl": str(jax.random.key_impl(seed)), "words": words}
-
-
-def seed_from_json(saved: Any) -> Any:
-  """Returns the seed of `seed_to_json`."""
-  if not isinstance(saved, dict):
-    return saved
-  words = jnp.asarray(saved["words"], jnp.uint32)
-  return jax.random.wrap_key_data(words, impl=saved["impl"])

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from tunix.generate.outputs import fill_id
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.rollout import host as host_lib, shared_rollout
+from tunix.rl.rollout import host as host_lib, shared_rollout, wire
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.client import Draw, Drawn, SamplingClient, Stream
 from tunix.rl.rollout.engine_rollout import take_options
@@ -123,7 +123,7 @@ class RemoteRollout(SharedRollout):
       "stamp": stamp,
       "config": _as_json(rollout_config),
       "num_generations": num_generations,
-      "seed": host_lib.seed_to_json(seed),
+      "seed": wire.seed_to_json(seed),
     }
 
     def drawn_by(host: RemoteHost, block: range) -> Callable[[], Any]:
@@ -152,7 +152,7 @@ class RemoteRollout(SharedRollout):
     shared = {
       "stamp": self.version.stamp,
       "config": _as_json(config),
-      "seed": host_lib.seed_to_json(key),
+      "seed": wire.seed_to_json(key),
       "limit": limit,
       "first": first,
     }
@@ -243,13 +243,13 @@ class RemoteClient:
     if not host.is_open:
       host.call("open", episodes=len(part.block), **self._shared)
       draws, host.is_open = list(part.open.values()), True
-    sent = [host_lib.draw_to_json(draw) for draw in draws]
+    sent = [wire.draw_to_json(draw) for draw in draws]
     answers = json_arrays.decoded(host.call("poll", draws=sent))
     part.new = []
     step = self._rollout.version.step
     done = [
-      Drawn(**answer | {"versions": np.full(len(answer["ids"]), step, np.int32)})
-      for answer in answers
+      drawn._replace(versions=np.full(len(drawn.ids), step, np.int32))
+      for drawn in map(wire.drawn_from_json, answers)
     ]
     for drawn in done:
       del part.open[drawn.episode]

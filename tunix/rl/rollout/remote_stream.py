@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate.external.http import Refused
-from tunix.rl.rollout import host as host_lib
+from tunix.rl.rollout import host as host_lib, wire
 from tunix.rl.rollout.client import ClientLost, Draw, Drawn
 from tunix.rl.rollout.remote_host import RemoteHost, together
 from tunix.rl.weights.placement import Weights
@@ -74,12 +74,12 @@ class RemoteStream:
     self._open = [0] * len(self._hosts)
 
   def _polled(self, number: int) -> list[Drawn]:
-    sent = [host_lib.draw_to_json(draw) for draw in self._new[number]]
+    sent = [wire.draw_to_json(draw) for draw in self._new[number]]
     given = {"draws": sent, "launch": self.launches}
     answers = json_arrays.decoded(_called(self._hosts[number], "poll", given))
     self._new[number] = []
     self._open[number] -= len(answers)
-    return [Drawn(**x | {"group": tuple(x["group"])}) for x in answers]
+    return [wire.drawn_from_json(answer) for answer in answers]
 
 
 def _called(host: RemoteHost, method: str, given: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from tunix.rl.rollout.client import ClientLost, Draw, Group
-from tunix.rl.schedules.engine_loop import (
+from tunix.rl.schedules.decisions import (
   Decision,
   GroupDraws,
   GroupEnd,

@@ -36,13 +36,8 @@ from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.schedules import journal as journal_lib
 from tunix.rl.schedules.deciders import Live, Replayed
-from tunix.rl.schedules.engine_loop import (
-  Abandoned,
-  Decider,
-  EngineLoop,
-  GroupClient,
-  GroupEnd,
-)
+from tunix.rl.schedules.decisions import Abandoned, Decider, GroupClient, GroupEnd
+from tunix.rl.schedules.engine_loop import EngineLoop
 from tunix.rl.schedules.jobs import Job
 from tunix.rl.schedules.journal import FOLDER, Journal, JournalError
 from tunix.rl.schedules.schedule import Ahead

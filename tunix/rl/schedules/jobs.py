@@ -13,7 +13,7 @@ from tunix.rl.common import Rollouts
 from tunix.rl.experience import saved_rollouts
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.schedules.engine_loop import GroupClient, GroupEnd
+from tunix.rl.schedules.decisions import GroupClient, GroupEnd
 from tunix.rl.schedules.journal import Journal, JournalError
 from tunix.rl.weights.placement import Weights
 from tunix.sft.metrics_logger import Mode
