@@ -86,12 +86,14 @@ def test_engines_of_processes_draw_what_one_engine_draws(job, what, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-def test_greedy_engines_of_processes_are_replayed(tmp_path):
-  together(2, tmp_path, "engines-greedy-env", "replayed", devices=2)
+@pytest.mark.parametrize(
+  "places", [pytest.param("engines", marks=pytest.mark.ci), "hosts"]
+)
+def test_greedy_engines_of_processes_are_replayed(places, tmp_path):
+  together(2, tmp_path, f"{places}-greedy-env", "replayed", devices=2)
   journals = sorted(tmp_path.glob("cut/checkpoints/journal/*"))
   assert [x.name for x in journals] == ["process_0", "process_1"]
-  together(1, tmp_path, "engines-greedy-env", "is_of_several", devices=2)
+  together(1, tmp_path, f"{places}-greedy-env", "is_of_several", devices=2)
 
 
 def metrics(folder, name="metrics"):

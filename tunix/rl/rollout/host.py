@@ -119,14 +119,8 @@ class RolloutHost:
       self._leave()
       self._end_stream()
       self._owner = owner
-    sizes = getattr(self._model, "config", None)
-    vocab_size = getattr(sizes, "vocab_size", None)
-    return {
-      "life": self.life,
-      "stamp": self.stamp,
-      "vocab_size": vocab_size,
-      "form": self._form,
-    }
+    state = {"life": self.life, "stamp": self.stamp, "form": self._form}
+    return state | {"vocab_size": self._rollout.vocab_size}
 
   # Weights.
 

@@ -32,7 +32,8 @@ def drawn_to_json(drawn: Drawn) -> dict[str, Any]:
 
 def drawn_from_json(saved: dict[str, Any]) -> Drawn:
   """Returns the action of `drawn_to_json`, whose arrays are decoded."""
-  return Drawn(**{"versions": None} | saved | {"group": _group(saved)})
+  fields: dict[str, Any] = {"versions": None, **saved, "group": _group(saved)}
+  return Drawn(**fields)
 
 
 def _encoded(fields: dict[str, Any]) -> dict[str, Any]:
