@@ -46,9 +46,9 @@ def arguments(files, output, **keys):
   return ["train", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def start(files, output, count=2, each=(), delays=(), **keys):
+def start(files, output, count=2, each=(), delays=(), devices=8, **keys):
   """The processes of one run; `each`: further arguments of each of them; `delays`:
-  seconds before each of them is started."""
+  seconds before each of them is started; `devices`: of all of them."""
   port = processes.free_port()
   out = []
   for rank in range(count):
@@ -60,7 +60,7 @@ def start(files, output, count=2, each=(), delays=(), **keys):
     }
     words = arguments(files, output, **{**keys, **told})
     time.sleep(delays[rank] if delays else 0)
-    out.append(processes.start(PROGRAM, 8 // count, *words))
+    out.append(processes.start(PROGRAM, devices // count, *words))
   return out
 
 
@@ -276,6 +276,50 @@ def test_settings_that_cannot_be_met(keys, part, files, tmp_path, capsys):
   assert part in capsys.readouterr().err
 
 
+def grpo_keys(files):
+  """Writes a reward function; the keys of a run of GRPO."""
+  reward = (
+    "def short(completions, **_):\n  return [1 / (1 + len(x)) for x in completions]"
+  )
+  (files / "short_reward.py").write_text(reward + "\n")
+  lines = [{"prompt": f"{i} plus 1", "answer": str(i + 1)} for i in range(16)]
+  (files / "grpo.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+  return {
+    "job": "grpo",
+    "data.train": files / "grpo.jsonl",
+    "data.max_length": "null",
+    "reward.functions": f"{files}/short_reward.py:short",
+    "rollout.max_prompt_length": 40,
+    "rollout.max_tokens_to_generate": 4,
+    "algorithm.num_generations": 4,
+    "training.max_steps": 2,
+  }
+
+
+@pytest.mark.slow
+def test_a_greedy_run_of_two_processes_is_replayed_by_two(files, tmp_path):
+  run, again = tmp_path / "run", tmp_path / "again"
+  keys = {"rl.schedule": "greedy", "rollout.engine": "per_process", "mesh": "{fsdp: 2}"}
+  processes.finish(*start(files, run, devices=2, **grpo_keys(files), **keys))
+  port = processes.free_port()
+  words = [
+    "replay",
+    run,
+    f"--to={again}",
+    f"--distributed.coordinator=localhost:{port}",
+  ]
+  both = [
+    processes.start(PROGRAM, 1, *words, f"--distributed.process_id={rank}")
+    for rank in range(2)
+  ]
+  processes.finish(*both)
+  texts = [process.texts()[0] for process in both]
+  assert f"the replay of {run} is equal: step 2" in texts[0]
+  assert "is equal" not in texts[1]
+  lines = (run / "logs" / "metrics.jsonl").read_text()
+  assert lines == (again / "logs" / "metrics.jsonl").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["grpo", "dpo", "distill"])
 def test_other_jobs(job, files, tmp_path):
@@ -283,18 +327,8 @@ def test_other_jobs(job, files, tmp_path):
   reference or a teacher said is on disk, in the bytes of one process."""
   said = None
   if job == "grpo":
-    lines = [{"prompt": f"{i} plus 1", "answer": str(i + 1)} for i in range(16)]
-    reward = (
-      "def short(completions, **_):\n  return [1 / (1 + len(x)) for x in completions]"
-    )
-    (files / "short_reward.py").write_text(reward + "\n")
-    keys = {
-      "reward.functions": f"{files}/short_reward.py:short",
-      "rollout.max_prompt_length": 40,
-      "rollout.max_tokens_to_generate": 4,
-      "algorithm.num_generations": 4,
-      "algorithm.beta": 0.1,
-    }
+    keys = grpo_keys(files) | {"algorithm.beta": 0.1}
+    lines = [json.loads(line) for line in keys["data.train"].open()]
   elif job == "distill":
     lines = [json.loads(line) for line in (files / "train.jsonl").open()]
     keys = {"distill.teacher": files / "model", "distill.top_k": 3}

@@ -140,13 +140,14 @@ def test_a_greedy_run_is_replayed(keys, tmp_path, capsys):
   assert runs.tunix("replay", str(out), "--to", str(tmp_path / "again")) == 2
 
 
-def test_a_run_of_several_processes_is_not_replayed(tmp_path, capsys):
+def test_a_replay_of_several_processes_needs_their_numbers(tmp_path, capsys):
   text = "job: grpo\ndistributed: {coordinator: 'host:1', num_processes: 2}\n"
   (tmp_path / "config.yaml").write_text(text)
-  assert runs.tunix("replay", str(tmp_path)) == 2
-  error = capsys.readouterr().err
-  assert "several processes (distributed.coordinator is 'host:1')" in error
-  assert f"rl.replay={tmp_path}/checkpoints/journal" in error
+  for more in ([], ["--distributed.process_id=0"], [f"--to={tmp_path}/again"]):
+    assert runs.tunix("replay", str(tmp_path), *more) == 2
+    error = capsys.readouterr().err
+    assert "several processes (distributed.coordinator is 'host:1')" in error
+    assert "with one --to=FOLDER that all of them see" in error
 
 
 @pytest.mark.slow
