@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from tunix.models.transformer.attention_paths import attend
+from tunix.models.transformer.attention.paths import attend
 from tunix.models.transformer.visibility import Visibility
 
 

@@ -24,8 +24,8 @@ from benchmarks import ragged
 from benchmarks.adapter import complete
 from benchmarks.groups import Ids
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.draft_model import size_ratio
 from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.run.draft_model import size_ratio
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
 

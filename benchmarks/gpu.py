@@ -135,7 +135,7 @@ def gradients(path: str, window: int | None, segments: Any, *arrays: Any) -> Any
   import jax
   import jax.numpy as jnp
 
-  from tunix.models.transformer import attention_paths
+  from tunix.models.transformer.attention import paths as attention_paths
   from tunix.models.transformer.visibility import Visibility
 
   weights = arrays[-1]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import decode, requests
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.padded import decode, requests
 from tunix.generate.sampler import Sampler
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig

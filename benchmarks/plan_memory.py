@@ -56,10 +56,10 @@ def measure(words: list[str], topology: str) -> tuple[int, int]:
   import jax
 
   from tunix.cli import config as config_lib
-  from tunix.cli.build import loading, optimizer
   from tunix.cli.commands import plan as plan_main
   from tunix.cli.jobs.job import Loaded
   from tunix.cli.jobs.table import JOBS
+  from tunix.cli.make import loading, optimizer
   from tunix.generate.tokenizer_adapter import TokenizerAdapter
   from tunix.plan import rollout, topology as topology_lib
   from tunix.utils import mesh as mesh_lib

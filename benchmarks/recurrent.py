@@ -14,7 +14,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from tunix.ops import delta_rule, state_space
+from tunix.ops.recurrences import delta_rule, state_space
 
 GROUPS, HEADS, SIZE = 2, 4, 128
 

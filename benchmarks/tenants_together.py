@@ -24,8 +24,8 @@ import numpy as np
 
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
-from tunix.tinker import data, learner as learner_lib
-from tunix.tinker.learner import AdapterSpec, Learner
+from tunix.tinker.learning import data, learner as learner_lib
+from tunix.tinker.learning.learner import AdapterSpec, Learner
 
 TENANTS, VOCAB = 8, 4096
 SPEC = AdapterSpec(rank=8)

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 from benchmarks import bench
-from tunix.cli.build import loading
+from tunix.cli.make import loading
 from tunix.models import lora
 from tunix.serve.app import make_app
 from tunix.serve.server import make_server

@@ -28,11 +28,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tunix.models import automodel, families, lora
-from tunix.models.transformer import sharding as sharding_lib
+from tunix.models.transformer.shards import sharding as sharding_lib
 from tunix.sft.losses import next_token_loss
-from tunix.sft.module_state import Skeleton
-from tunix.sft.run_state import optimizer_shardings
-from tunix.sft.train_step import Group, make_train_step
+from tunix.sft.steps.module_state import Skeleton
+from tunix.sft.steps.run_state import optimizer_shardings
+from tunix.sft.steps.train_step import Group, make_train_step
 
 COLLECTIVES = (
   "all-gather",

@@ -16,7 +16,8 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from tunix.cli.settings import reference, yaml_text
+from tunix.cli import reference
+from tunix.cli.settings import yaml_text
 
 DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent

@@ -13,14 +13,14 @@ from flax import nnx
 from lora import base_model, learn
 from sft import accuracy, unchanged
 
-from tunix.models import lora, quantisation, safetensors_saver
+from tunix.models import lora, quantization, safetensors_saver
 from tunix.utils.tree import size_bytes
 
 
 def main():
   args = arguments()
   base = base_model(args.output, args.steps)
-  small = quantisation.quantize(base, "nf4")
+  small = quantization.quantize(base, "nf4")
   for name, model in (("base", base), ("nf4", small)):
     size = size_bytes(nnx.state(model.layers))
     print(f"{name:5} layers {size:8,} bytes   sorted {accuracy(model):4.0%}")

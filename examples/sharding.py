@@ -16,7 +16,7 @@ from flax import nnx
 from rl_loop import new_model
 from sft import batches
 
-from tunix.rl.reshard import reshard_model_to_mesh
+from tunix.rl.weights.reshard import reshard_model_to_mesh
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils.mesh import create_mesh

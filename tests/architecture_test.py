@@ -49,15 +49,15 @@ SIDEWAYS = {
   ("cli", "tunix.tinker.app"),
   ("cli", "tunix.tinker.service"),
   ("cli", "tunix.tinker.settings"),
-  ("data", "tunix.generate.messages"),
+  ("data", "tunix.generate.tokenizer.messages"),
   ("data", "tunix.generate.tokenizer_adapter"),
-  ("data", "tunix.generate.tool_calls"),
+  ("data", "tunix.generate.answers.tool_calls"),
   ("perf", "tunix.utils.metric"),
   ("tinker", "tunix.serve.app"),
-  ("tinker", "tunix.serve.context"),
-  ("tinker", "tunix.serve.errors"),
-  ("tinker", "tunix.serve.guard"),
-  ("tinker", "tunix.serve.http"),
+  ("tinker", "tunix.serve.openai.context"),
+  ("tinker", "tunix.serve.http.errors"),
+  ("tinker", "tunix.serve.http.guard"),
+  ("tinker", "tunix.serve.http.bodies"),
   ("tinker", "tunix.serve.settings"),
 }
 
@@ -66,34 +66,39 @@ SIDEWAYS = {
 HEAVY = {
   "orbax": {
     "sft/checkpoint_manager.py",
-    "sft/orbax_options.py",
+    "sft/checkpoints/orbax_options.py",
     "utils/coordination.py",  # which has a public name for JAX's coordinator
   },
   "grain": {
-    *("data/pipeline.py", "data/packing.py", "data/buckets.py", "data/draws.py"),
-    *("data/array_record.py", "data/map_datasets.py"),
+    *(
+      "data/pipeline.py",
+      "data/batching/packing.py",
+      "data/batching/buckets.py",
+      "data/batching/draws.py",
+    ),
+    *("data/reading/array_record.py", "data/batching/map_datasets.py"),
   },
   "qwix": set(),
-  "tensorboardX": {"sft/metrics_backends.py"},
-  "wandb": {"sft/metrics_backends.py"},
+  "tensorboardX": {"sft/metrics/backends.py"},
+  "wandb": {"sft/metrics/backends.py"},
   "huggingface_hub": {"models/hub.py"},
   "transformers": set(),
   "torch": set(),
-  "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
-  "jsonschema": {"rl/json_schema.py"},
+  "tokenizers": {"generate/tokenizer/loading.py", "examples/quickstart/task.py"},
+  "jsonschema": {"rl/reward/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
   "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
-  "xxhash": {"sft/checkpoint_checksums.py"},
+  "xxhash": {"sft/checkpoints/checksums.py"},
   "shtab": {"cli/commands/completion.py"},
-  "filelock": {"utils/folder_lock.py", "cli/build/data_sources.py"},
-  "jinja2": {"generate/chat_template.py"},
+  "filelock": {"utils/folder_lock.py", "cli/make/data_sources.py"},
+  "jinja2": {"generate/tokenizer/chat_template.py"},
   "yaml": {"cli/settings/yaml_text.py"},
-  "safetensors": set(),  # tests only: see models/tensor_files.py
+  "safetensors": set(),  # tests only: see models/files/tensor_files.py
   "starlette": {"serve/app.py"},
   "uvicorn": set(),  # by utils.optional, see serve/server.py
   "prometheus_client": set(),  # likewise, see serve/metrics.py
-  "httpx": set(),  # likewise, see serve/hosts.py
+  "httpx": set(),  # likewise, see serve/http/hosts.py
   "openai": set(),
   "tqdm": {"sft/progress_bar.py"},
 }
@@ -196,13 +201,16 @@ def test_ops_needs_nothing_of_ours_but_ops():
       )
 
 
-def test_no_import_cycles():
-  graph = {
+def graph_of_imports() -> dict[str, set[str]]:
+  return {
     module_name(p): {
       m for m, _, _ in internal_imports(p) if m != module_name(p) and m != "tunix"
     }
     for p in FILES
   }
+
+
+def check_acyclic(graph: dict[str, set[str]]) -> None:
   state: dict[str, int] = {}
 
   def visit(node, trail):
@@ -216,6 +224,50 @@ def test_no_import_cycles():
   for node in graph:
     if node not in state:
       visit(node, [])
+
+
+def only_repeats(path: pathlib.Path) -> bool:
+  """True for a thin module, which only gives names of other modules."""
+  body = ast.parse(path.read_text()).body
+  return all(
+    isinstance(node, ast.Import | ast.ImportFrom | ast.Assign)
+    or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    for node in body
+  ) and any(isinstance(node, ast.ImportFrom) for node in body)
+
+
+def test_no_import_cycles():
+  check_acyclic(graph_of_imports())
+
+
+def test_no_cycles_among_the_modules_and_folders_of_a_folder():
+  """Each folder is taken for one module."""
+  thin = {module_name(p) for p in FILES if only_repeats(p)}
+  graph = {a: to for a, to in graph_of_imports().items() if a not in thin}
+  folders = {module_name(p.parent / "__init__.py") for p in FILES}
+  for folder in folders:
+    size = len(folder.split(".")) + 1
+
+    def room(module, folder=folder, size=size):
+      inside = module.startswith(folder + ".")
+      return ".".join(module.split(".")[:size]) if inside else None
+
+    rooms: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+      if (here := room(module)) is not None:
+        there = {room(m) for m in imported} - {None, here}
+        rooms.setdefault(here, set()).update(there)
+    check_acyclic(rooms)
+
+
+def test_folders_are_small_and_say_what_they_are_for():
+  for folder in {path.parent for path in FILES}:
+    modules = [p for p in folder.glob("*.py") if p.name != "__init__.py"]
+    count = sum(not only_repeats(p) for p in modules)
+    assert count <= 16, f"{folder} has {count} modules: make a folder for some of them"
+    door = folder / "__init__.py"
+    is_family = (folder / "model.py").is_file()
+    assert is_family or ast.get_docstring(ast.parse(door.read_text())), door
 
 
 # JAX imports these by itself where they are installed.

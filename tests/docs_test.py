@@ -22,7 +22,7 @@ import pytest
 
 from tests import forks, toys, toys_text, world
 from tunix.cli import config as config_lib, main
-from tunix.cli.commands import plan_serve
+from tunix.cli.commands.planning import serve as plan_serve
 from tunix.cli.settings import spelling
 from tunix.models.families import FAMILIES
 

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from tests import world
-from tunix.sft import train_step
+from tunix.sft.steps import train_step
 from tunix.utils import tree
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import importlib
 import pathlib
 import re
 
-from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE, VOLATILE
+from tunix.sft.metrics.jsonl import METRICS_FILE, TIMINGS_FILE, VOLATILE
 from tunix.utils.metric import SAME, Metric
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"

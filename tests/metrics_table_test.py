@@ -36,11 +36,11 @@ from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.utils import create_critic_model
-from tunix.sft import step_metrics
 from tunix.sft.dpo.kto_trainer import KTOTrainer
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
-from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE, JsonlBackend
+from tunix.sft.metrics.jsonl import METRICS_FILE, TIMINGS_FILE, JsonlBackend
 from tunix.sft.metrics_logger import MetricsLoggerOptions
+from tunix.sft.steps import step_metrics
 from tunix.utils.metric import Metric
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -184,11 +184,11 @@ def job(run: Any, *tables: str, conditional: Collection[str] = ()) -> Job:
   return Job(run, split, set(conditional))
 
 
-STEP = "tunix.sft.step_metrics.METRICS"
+STEP = "tunix.sft.steps.step_metrics.METRICS"
 PAIRS = "tunix.ops.preference.METRICS"
 DISTILL = "tunix.distillation.strategies."
 RL = [
-  *("tunix.rl.metrics.METRICS", "tunix.rl.evaluation.METRICS"),
+  *("tunix.rl.metrics.METRICS", "tunix.rl.experience.evaluation.METRICS"),
   *(f"{STEP} actor/", "tunix.rl.policy_loss.METRICS actor/"),
 ]
 TOKENS = {"perplexity", "trained_tokens", "tokens_per_sec", "tflops_per_sec"}
@@ -205,7 +205,7 @@ JOBS = {
   ),
   "experts": job(
     experts,
-    *(STEP, "tunix.sft.router_losses.METRICS"),
+    *(STEP, "tunix.sft.steps.router_losses.METRICS"),
     conditional=TOKENS
     | {f"router/{x}" for x in ("balance_loss", "z_loss", "entropy", "max_share")},
   ),
@@ -238,12 +238,14 @@ JOBS = {
   ),
   "episodes": job(
     episodes,
-    *(*RL, "tunix.rl.episodes.METRICS"),
+    *(*RL, "tunix.rl.experience.episodes.METRICS"),
     conditional=PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "perf/data_wait_sec", "staleness/mean", "staleness/max"}
     | {f"{CORRECTION}truncated", *WEIGHTS}
-    | {metric.name for metric in metrics_table.declared("tunix.rl.episodes")},
+    | {
+      metric.name for metric in metrics_table.declared("tunix.rl.experience.episodes")
+    },
   ),
   "greedy": job(
     greedy,
@@ -257,7 +259,7 @@ JOBS = {
   "ppo": job(
     ppo,
     *(*RL, f"{STEP} critic/", "tunix.rl.policy_loss.CRITIC_METRICS critic/"),
-    *("tunix.rl.experience.METRICS", "tunix.perf.export.STEP_METRICS"),
+    *("tunix.rl.experience.experience.METRICS", "tunix.perf.export.STEP_METRICS"),
     conditional=PARITY
     | {"staleness/mean", "staleness/max", f"{CORRECTION}masked", *WEIGHTS}
     | {"rewards/kl", "perf/global_step_time", "perf/weight_sync_time"}

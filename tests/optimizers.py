@@ -1,7 +1,7 @@
 """Optimizers that are one object for equal arguments.
 
 Trainers share compiled steps only if they have the same optimizer object (see
-`tunix/sft/shared_steps.py`), so tests take their optimizers from here.
+`tunix/sft/steps/shared_steps.py`), so tests take their optimizers from here.
 """
 
 import functools

@@ -73,6 +73,7 @@ from tunix.rl.env.env import (
 from tunix.rl.env.tool_env import (
   ToolEnv as ToolEnv,
 )
+from tunix.rl.experience.samples import Samples as Samples
 from tunix.rl.grpo.dapo_learner import (
   DAPOConfig as DAPOConfig,
   DAPOLearner as DAPOLearner,
@@ -95,9 +96,7 @@ from tunix.rl.ppo.ppo_learner import (
   PPOConfig as PPOConfig,
   PPOLearner as PPOLearner,
 )
-from tunix.rl.rewards import (
-  RewardManager as RewardManager,
-)
+from tunix.rl.reward.rewards import RewardManager as RewardManager
 from tunix.rl.rl_cluster import (
   RLCluster as RLCluster,
 )
@@ -107,9 +106,6 @@ from tunix.rl.rl_learner import (
 from tunix.rl.rollout.base_rollout import (
   BaseRollout as BaseRollout,
   RolloutConfig as RolloutConfig,
-)
-from tunix.rl.samples import (
-  Samples as Samples,
 )
 from tunix.sft.best import (
   BestOptions as BestOptions,

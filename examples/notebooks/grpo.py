@@ -24,7 +24,7 @@
 # %%
 import re
 
-from tunix.rl.reward_fns import after_reasoning
+from tunix.rl.reward.functions import after_reasoning
 
 
 def reward(prompts, completions, answer):

@@ -48,7 +48,7 @@ result = tunix.sft(
 )
 
 # %% [markdown]
-# ## The same without quantisation
+# ## The same without quantization
 # The same call, with the base in its own precision:
 
 # %%
@@ -87,10 +87,10 @@ task.show(result.model)
 # %%
 import jax.numpy as jnp
 
-from tunix.models import quantisation
+from tunix.models import quantization
 
 exact = task.load(base)
-rounded = quantisation.dequantize(quantisation.quantize(exact, "nf4"))
+rounded = quantization.dequantize(quantization.quantize(exact, "nf4"))
 W, R = (model.layers.attn.q_proj.kernel[...][0] for model in (exact, rounded))
 error = jnp.linalg.norm(R - W) / jnp.linalg.norm(W)
 print(f"relative error of one matrix: {float(error):.1%}")

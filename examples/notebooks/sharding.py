@@ -131,7 +131,7 @@ plt.show()
 # A model moves shard by shard, bit for bit, for example from training to sampling.
 
 # %%
-from tunix.rl.reshard import reshard_model_to_mesh
+from tunix.rl.weights.reshard import reshard_model_to_mesh
 
 before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
 for count in dict.fromkeys((max(1, COUNT // 2), COUNT)):

@@ -12,9 +12,9 @@ import yaml
 from tests import optimizers, toys
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading
 from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading
 from tunix.cli.run import about, dry_run
 from tunix.cli.run.prepare import trained_of
 from tunix.cli.run.settle import settle_values

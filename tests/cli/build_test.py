@@ -12,10 +12,11 @@ from flax import nnx
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, loading, mesh as mesh_axes, training
+from tunix.cli.make import data as build_data, loading, training
 from tunix.cli.run import settle
+from tunix.cli.settings import mesh as mesh_axes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora_modules
+from tunix.models.adapters import lora_modules
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import TrainingConfig
 

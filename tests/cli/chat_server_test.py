@@ -10,7 +10,7 @@ import pytest
 from tests.cli import runs
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.server_test import listening
-from tunix.generate.engine_http import Client
+from tunix.generate.external.http import Client
 
 TEXT = "<think>so</think>The sea is wide."
 

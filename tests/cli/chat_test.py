@@ -7,7 +7,7 @@ import types
 import pytest
 
 from tests.cli import runs
-from tunix.cli.build import loading
+from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine_sampler import EngineSampler
 

@@ -19,9 +19,10 @@ from tests.cli import runs
 from tunix.cli import main as cli
 from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora, lora_modules
+from tunix.models import lora
+from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
-from tunix.sft.interrupts import Stopped
+from tunix.sft.loop.interrupts import Stopped
 from tunix.utils import record_file
 
 

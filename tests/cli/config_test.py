@@ -7,7 +7,7 @@ import pytest
 from tunix.cli import config as config_lib
 from tunix.cli.settings import spelling, yaml_text
 from tunix.perf.metrics import PerfMetricsOptions
-from tunix.sft import metrics_backends
+from tunix.sft.metrics import backends as metrics_backends
 
 
 def load(*argv):

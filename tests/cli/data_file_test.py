@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tests.cli import runs
-from tunix.cli.commands import data_file
+from tunix.cli.commands.parts import data_file
 
 ALPACA = {"instruction": "Add.", "input": "2 3", "output": "Five."}
 CHAT = {

@@ -7,13 +7,13 @@ import fsspec
 import pytest
 
 from tests.cli import runs
-from tests.data.stored_test import write_shards
+from tests.data.reading.stored_test import write_shards
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, data_sources, loading
 from tunix.cli.commands.train import run
-from tunix.data.array_record import ArrayRecords
-from tunix.data.jsonl import JsonlRecords
-from tunix.data.mixture import Mixture
+from tunix.cli.make import data as build_data, data_sources, loading
+from tunix.data.reading.array_record import ArrayRecords
+from tunix.data.reading.jsonl import JsonlRecords
+from tunix.data.reading.mixture import Mixture
 from tunix.data.records import SFT
 
 TEXTS = [{"text": f"record {i}"} for i in range(4)]

@@ -9,8 +9,8 @@ from tests.cli import runs
 from tests.models import hub_stand_in
 from tests.models.hub_stand_in import Model
 from tunix.cli import config as config_lib
-from tunix.cli.build import export as build_export, loading
 from tunix.cli.commands import export as export_main
+from tunix.cli.make import export as build_export, loading
 from tunix.cli.run import folder as run_folder
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle

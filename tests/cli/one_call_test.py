@@ -18,10 +18,10 @@ import tunix
 from tests import optimizers
 from tests.cli import runs
 from tunix.cli import one_call
-from tunix.cli.build import rewards
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import rewards
 from tunix.models import lora
-from tunix.rl import reward_fns
+from tunix.rl.reward import functions as reward_fns
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils.mesh import create_mesh
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tests import optimizers, toys
 from tunix.cli import config as config_lib
-from tunix.cli.build import optimizer
+from tunix.cli.make import optimizer
 from tunix.cli.run.settle import settle_values
 from tunix.models import automodel, lora
 from tunix.models.automodel import AutoModel

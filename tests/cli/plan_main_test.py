@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from tunix.cli import config as config_lib, main
-from tunix.cli.build import loading, optimizer
-from tunix.cli.commands import plan as plan_main, plan_fit
+from tunix.cli.commands import plan as plan_main
+from tunix.cli.commands.planning import fit as plan_fit
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading, optimizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.plan import rollout, topology, training

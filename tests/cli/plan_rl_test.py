@@ -6,9 +6,9 @@ import pytest
 
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading
 from tunix.cli.commands import plan as plan_main
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading
 from tunix.perf import programs
 from tunix.plan import topology
 

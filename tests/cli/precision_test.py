@@ -13,10 +13,11 @@ from flax import nnx
 from tests.cli import runs
 from tests.models import checkpoints
 from tunix.cli import config as config_lib
-from tunix.cli.build import export as build_export, loading
+from tunix.cli.make import export as build_export, loading
 from tunix.cli.run.settle import settle_values
-from tunix.models import automodel, safetensors_saver, tensor_files
+from tunix.models import automodel, safetensors_saver
 from tunix.models.automodel import AutoModel
+from tunix.models.files import tensor_files
 
 PRESET = {
   "model__name": "qwen3_0p6b",

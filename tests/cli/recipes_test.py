@@ -7,8 +7,9 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib, main as cli
-from tunix.cli.build import loading, mesh as mesh_axes
+from tunix.cli.make import loading
 from tunix.cli.run import tiny
+from tunix.cli.settings import mesh as mesh_axes
 from tunix.models import families, tiny as tiny_models
 
 RECIPES = sorted((runs.ROOT / "examples" / "recipes").glob("*.yaml"))

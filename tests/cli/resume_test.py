@@ -15,11 +15,11 @@ import yaml
 from tests.cli import runs
 from tests.cli.errors_test import copy_model
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, loading
+from tunix.cli.make import data as build_data, loading
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import prepare
 from tunix.cli.run.result import Result, how_to_train_longer
-from tunix.models import tensor_files
+from tunix.models.files import tensor_files
 from tunix.utils import folder_lock as run_lock
 
 

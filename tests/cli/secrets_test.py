@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from tests.cli import runs
-from tunix.cli.build import data_sources
+from tunix.cli.make import data_sources
 from tunix.data.records import SFT
 
 SECRETS = {

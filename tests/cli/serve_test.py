@@ -14,8 +14,9 @@ import pytest
 
 from tests import toys, toys_text
 from tests.cli import runs
-from tunix.cli.build import loading
-from tunix.cli.commands import plan_serve, serve
+from tunix.cli.commands import serve
+from tunix.cli.commands.planning import serve as plan_serve
+from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine.engine import Engine
 from tunix.models import lora, safetensors_saver

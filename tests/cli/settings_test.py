@@ -12,22 +12,21 @@ import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import config as config_lib
-from tunix.cli.build import training
+from tunix.cli import config as config_lib, reference
 from tunix.cli.commands import init
 from tunix.cli.jobs import rl
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run import former as former_lib
+from tunix.cli.make import former as former_lib, training
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle_values
-from tunix.cli.settings import keys, rates, reference, spelling, yaml_text
+from tunix.cli.settings import keys, rates, spelling, yaml_text
 from tunix.cli.settings.convert import Choice, convert, options, plain, section_of
 from tunix.rl.config import PromptSizes
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
+from tunix.sft.loop.run import TrainResult
 from tunix.sft.metrics_logger import Mode
-from tunix.sft.run import TrainResult
 from tunix.utils.setting import shared_values
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
@@ -563,7 +562,7 @@ def test_a_folder_of_today_refuses_a_former_default_and_an_old_one_says_it(
 
 def test_base_config_is_what_the_dataclasses_say():
   assert yaml_text.BASE_PATH.read_text() == reference.base_config(), (
-    "run python -m tunix.cli.settings.reference"
+    "run python -m tunix.cli.reference"
   )
 
 

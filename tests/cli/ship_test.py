@@ -8,7 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.cli import runs
 from tests.cli.train_preference_test import labelled, pairs
-from tunix.sft import shared_steps
+from tunix.sft.steps import shared_steps
 
 MESH = {"mesh": "{fsdp: 4, tp: 2}", "training__global_batch_size": 8}
 SHORT = {"rollout__max_prompt_length": 40, "rollout__max_tokens_to_generate": 4}

@@ -8,10 +8,10 @@ import pytest
 from tests import toys_text
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, loading
+from tunix.cli.make import data as build_data, loading
 from tunix.data import chat
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import reward_fns
+from tunix.rl.reward import functions as reward_fns
 
 QUESTION = [{"role": "user", "content": "2+3"}]
 NO_THOUGHT = {"enable_thinking": False}

@@ -9,7 +9,7 @@ import pytest
 from tests.cli import runs
 from tests.perf import traces
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, loading
+from tunix.cli.make import data as build_data, loading
 from tunix.cli.run import settle
 from tunix.models.automodel import AutoModel
 

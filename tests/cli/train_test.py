@@ -14,9 +14,10 @@ from tunix.cli.commands import train as train_main
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.result import Result
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora, lora_modules
+from tunix.models import lora
+from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
-from tunix.sft.interrupts import Stopped
+from tunix.sft.loop.interrupts import Stopped
 
 
 def train(keys, **more):

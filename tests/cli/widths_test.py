@@ -8,9 +8,9 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading
 from tunix.cli.commands import train
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading
 
 PAIR = {"prompt": "How many days?", "chosen": "Seven.", "rejected": "Five."}
 LABELLED = [

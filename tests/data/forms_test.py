@@ -231,7 +231,7 @@ def test_wrong_records_are_named(kind, record, message):
     kind.read(record, "w")
 
 
-def test_a_scan_says_what_was_recognised():
+def test_a_scan_says_what_was_recognized():
   records = [{"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"}]
   source = Source(
     records=records, kind=SFT, tokenizer=PLAIN, layout=OneRow(max_length=20)

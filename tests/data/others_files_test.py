@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import toys_text
-from tunix.data.files import open_file
+from tunix.data.reading.files import open_file
 from tunix.data.records import KINDS
 from tunix.data.render import render_record
 

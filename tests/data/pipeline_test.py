@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests import toys_text
-from tunix.data import formats, packing as packing_lib
+from tunix.data import formats
+from tunix.data.batching import packing as packing_lib
 from tunix.data.chat import rendered_row
 from tunix.data.pipeline import build_dataset
 

@@ -1,6 +1,7 @@
 import pytest
 
-from tunix.data import jsonl, records as record_kinds
+from tunix.data import records as record_kinds
+from tunix.data.reading import jsonl
 from tunix.data.records import (
   LABELLED,
   PAIRS,

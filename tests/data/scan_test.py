@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tests import toys_text
-from tunix.data import jsonl
+from tunix.data.reading import jsonl
 from tunix.data.records import SFT
 from tunix.data.rows import OneRow
 from tunix.data.scan import scan as scan_source

@@ -9,8 +9,9 @@ import pytest
 
 from tests import toys_text
 from tests.toys_calls import TEMPLATES, raw_tokenizer, tokenizer_of
-from tunix.data import chat, show, spans
+from tunix.data import chat, show
 from tunix.data.records import SFT
+from tunix.data.turns import spans
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 WITH_CALLS = [name for name, entry in TEMPLATES.items() if "no_calls" not in entry[3]]

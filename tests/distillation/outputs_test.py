@@ -7,7 +7,7 @@ import pytest
 
 from tunix.distillation import outputs
 from tunix.distillation.outputs import Labels, Unembedded
-from tunix.ops.vocab_softmax import Layout
+from tunix.ops.vocabulary.softmax import Layout
 
 LOGITS = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]]))
 

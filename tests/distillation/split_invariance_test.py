@@ -9,7 +9,7 @@ from tunix.distillation.strategies import (
   FeaturePoolingStrategy,
   LogitStrategy,
 )
-from tunix.models.transformer.attention import Attention
+from tunix.models.transformer.attention.layer import Attention
 from tunix.models.transformer.decoder_layer import DecoderLayer
 
 STRATEGIES = {

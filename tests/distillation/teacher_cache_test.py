@@ -8,7 +8,7 @@ from flax import nnx
 from tests import drills, optimizers, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
-from tunix.data import store
+from tunix.data.reading import store
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies import LogitStrategy
 from tunix.distillation.teacher_cache import TeacherCache, row_keys

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests import toys, toys_text
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.external.rows import EngineError
+from tunix.generate.external.vllm_server import VllmServer
 from tunix.generate.sampler import Sampler
 from tunix.generate.vllm_sampler import VllmSampler
-from tunix.generate.vllm_server import VllmServer
 from tunix.models.safetensors_saver import save_pretrained
 
 pytestmark = pytest.mark.engine

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from tests.generate import toy_ids
-from tunix.generate import text_size
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sampler import Sampler
+from tunix.generate.sizes import text_size
 
 
 class Echoing(BaseSampler):

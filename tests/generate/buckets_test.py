@@ -10,8 +10,8 @@ import pytest
 
 from tests import toys
 from tests.generate import toy_ids
-from tunix.generate.batching import Limits, Shape
 from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.generate.sizes.batching import Limits, Shape
 
 
 class Compilations(logging.Handler):

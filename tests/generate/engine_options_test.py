@@ -6,7 +6,7 @@ import pytest
 
 from tests import toys_text
 from tests.generate.fake_engine import FakeEngine
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.generate.vllm_async_driver import VllmAsyncDriver
 from tunix.generate.vllm_sampler import VllmSampler

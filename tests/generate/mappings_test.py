@@ -5,7 +5,8 @@ from flax import nnx
 
 from tests import toys
 from tunix.generate.mappings import MappingConfig
-from tunix.models import lora, safetensors_saver, tensor_files
+from tunix.models import lora, safetensors_saver
+from tunix.models.files import tensor_files
 from tunix.utils import tree
 
 

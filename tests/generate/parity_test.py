@@ -8,7 +8,7 @@ from tests import toys
 from tests.generate import toy_ids
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
-from tunix.models.transformer import attention
+from tunix.models.transformer.attention import layer as attention
 from tunix.models.transformer.model import Transformer
 
 

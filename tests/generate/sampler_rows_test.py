@@ -8,14 +8,11 @@ from flax import nnx
 
 from tests import toys
 from tests.generate import toy_ids
-from tunix.generate import (
-  batching,
-  cached,
-  decode,
-  memory as memory_lib,
-  sampler as sampler_lib,
-)
+from tunix.generate import sampler as sampler_lib
+from tunix.generate.decoders import cached, memory as memory_lib
+from tunix.generate.padded import decode
 from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.generate.sizes import batching
 from tunix.models.automodel import AutoModel
 from tunix.utils import mesh as mesh_lib
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests import toys, toys_text
 from tests.generate.fake_engine import FakeEngine
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.external.rows import EngineError
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.models.automodel import AutoModel
 

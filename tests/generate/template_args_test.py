@@ -3,7 +3,7 @@
 import pytest
 
 from tests import toys_text
-from tunix.generate import chat_template
+from tunix.generate.tokenizer import chat_template
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 CHAT = [{"role": "user", "content": "hi"}]

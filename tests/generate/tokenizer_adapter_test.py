@@ -12,7 +12,7 @@ import tokenizers
 
 from tests import toys_text
 from tunix.data import chat
-from tunix.generate import chat_template
+from tunix.generate.tokenizer import chat_template
 from tunix.generate.tokenizer_adapter import Tokenizer, TokenizerAdapter
 
 TEXTS = [

@@ -8,8 +8,8 @@ import pytest
 
 from tests import toys, toys_text
 from tests.generate.fake_engine import FakeEngine
-from tunix.generate.engine_http import Refused
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.external.http import Refused
+from tunix.generate.external.rows import EngineError
 from tunix.generate.vllm_sampler import VllmSampler
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained

@@ -32,7 +32,7 @@ import resume_jobs  # beside this file
 
 from tests import toys_text
 from tunix.models import safetensors_saver
-from tunix.sft import metrics_jsonl
+from tunix.sft.metrics import jsonl as metrics_jsonl
 
 KILLED_AT = 3
 INPUTS = resume_jobs.BEFORE / "inputs"

@@ -17,8 +17,8 @@ import numpy as np
 
 from tests.tinker.serving import base, engine, rows
 from tunix.generate.engine.driver import Driver
-from tunix.tinker import data
-from tunix.tinker.learner import AdapterSpec
+from tunix.tinker.learning import data
+from tunix.tinker.learning.learner import AdapterSpec
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 

@@ -9,7 +9,8 @@ import pytest
 from tests.models import checkpoints
 from tests.models.lora_test import widen
 from tests.models.parity_live_test import TOKENS, TOLERANCE, read_back, torch_logits
-from tunix.models import lora, lora_modules
+from tunix.models import lora
+from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
 

@@ -14,9 +14,9 @@ from tests.models import checkpoints
 from tests.rl import clusters
 from tests.sft import trainers
 from tests.sft.dpo import preferences
-from tunix.models import families, lora, quantisation, tiny
+from tunix.models import families, lora, quantization, tiny
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer.layers import FrozenParam
+from tunix.models.transformer.dense.layers import FrozenParam
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
@@ -58,7 +58,7 @@ def changed(before, after):
   return [name for name in before if not np.array_equal(before[name], after[name])]
 
 
-def test_whole_and_quantised_fine_tuning(model):
+def test_whole_and_quantized_fine_tuning(model):
   before = trainers.leaves(model, nnx.Param)
   trainer = trainers.trainer(model, optimizers.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)
@@ -67,7 +67,7 @@ def test_whole_and_quantised_fine_tuning(model):
   after = trainers.leaves(trainer.model, nnx.Param)
   frozen = trainers.leaves(model, FrozenParam)
   assert set(changed(before, after)) == set(before) - set(frozen)
-  small = lora.apply(quantisation.quantize(model, "nf4"), lora.LoraConfig(rank=2))
+  small = lora.apply(quantization.quantize(model, "nf4"), lora.LoraConfig(rank=2))
   trainer = trainers.trainer(small, optimizers.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)
   losses = trainers.history(trainer, "loss")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.models import torch_archives
-from tunix.models import tensor_files
-from tunix.models.tensor_files import NewTensor
+from tunix.models.files import tensor_files
+from tunix.models.files.tensor_files import NewTensor
 
 VALUES = {
   "model.embed": np.arange(12, dtype=np.float32).reshape(3, 4),

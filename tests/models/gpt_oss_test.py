@@ -8,8 +8,9 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import families, lora, stored_formats, tiny
+from tunix.models import families, lora, tiny
 from tunix.models.automodel import AutoModel
+from tunix.models.files import stored_formats
 from tunix.models.gpt_oss.model import ModelConfig
 from tunix.models.gpt_oss.params import config_from_hf, config_to_hf
 from tunix.models.transformer.config import ClampedGate

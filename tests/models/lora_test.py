@@ -6,7 +6,8 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import lora, lora_modules
+from tunix.models import lora
+from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import toys
-from tunix.data.store import RowStore
+from tunix.data.reading.store import RowStore
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
@@ -53,7 +53,7 @@ def test_a_model_and_an_adapter_of_many_files_and_tensors(tmp_path):
 
 
 def test_a_store_of_many_files(tmp_path, monkeypatch):
-  monkeypatch.setattr("tunix.data.store._MAX_MAPPED", 3)
+  monkeypatch.setattr("tunix.data.reading.store._MAX_MAPPED", 3)
   names = [f"{i:032d}" for i in range(3 * SPARE)]
   with few_files():
     store = RowStore(tmp_path)

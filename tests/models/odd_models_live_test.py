@@ -15,15 +15,15 @@ from flax import nnx
 
 from tests.generate import toy_ids
 from tests.models import checkpoints, odd_models
-from tunix.generate import decoders
+from tunix.generate.decoders import decoders
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
-from tunix.models.transformer.layers import FrozenParam
-from tunix.ops.logprobs import weighted_nll
+from tunix.models.transformer.dense.layers import FrozenParam
 from tunix.ops.masks import next_token_targets, positions_from_mask
+from tunix.ops.vocabulary.logprobs import weighted_nll
 from tunix.utils import tree
 
 torch = pytest.importorskip("torch")

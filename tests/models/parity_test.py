@@ -17,9 +17,9 @@ from tests.models import checkpoints
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.config import RopeConfig
-from tunix.models.transformer.layers import FrozenParam
-from tunix.ops.logprobs import weighted_nll
+from tunix.models.transformer.dense.layers import FrozenParam
 from tunix.ops.masks import next_token_targets, positions_from_mask
+from tunix.ops.vocabulary.logprobs import weighted_nll
 from tunix.utils import tree
 
 # 1e-6 was reached.

@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from tests.models import checkpoints
-from tunix.models import families, fused_experts, tensor_files
+from tunix.models import families
 from tunix.models.automodel import AutoModel
+from tunix.models.files import fused_experts, tensor_files
 from tunix.models.qwen3_5_moe.model import ModelConfig
 from tunix.utils import tree
 

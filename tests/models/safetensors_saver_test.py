@@ -8,8 +8,9 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import families, lora, tensor_files
+from tunix.models import families, lora
 from tunix.models.automodel import AutoModel
+from tunix.models.files import tensor_files
 from tunix.models.llama3 import model as llama3
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.utils import tree

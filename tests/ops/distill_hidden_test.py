@@ -10,7 +10,7 @@ import pytest
 from tunix.ops import distill, distill_hidden
 from tunix.ops.distill import Divergence
 from tunix.ops.distill_hidden import States, hidden_top_k, weighted_distillation
-from tunix.ops.vocab_softmax import Layout
+from tunix.ops.vocabulary.softmax import Layout
 from tunix.utils import mesh as mesh_lib
 
 B, T, D, E, V = 8, 20, 16, 24, 40  # 160 tokens: chunks of 64 on one device

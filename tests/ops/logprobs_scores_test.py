@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from tunix.ops import vocab_chunks
-from tunix.ops.logprobs import logits_logps, token_logps
-from tunix.ops.vocab_softmax import Layout
+from tunix.ops.vocabulary import chunks as vocab_chunks
+from tunix.ops.vocabulary.logprobs import logits_logps, token_logps
+from tunix.ops.vocabulary.softmax import Layout
 
 B, T, D, V = 8, 40, 16, 64
 CHUNKED = Layout(chunk_bytes=1)  # 64 tokens a chunk: 320 tokens make 5 chunks

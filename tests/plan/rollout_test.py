@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.generate.layout import Layout
-from tunix.generate.memory import Memory
+from tunix.generate.decoders.layout import Layout
+from tunix.generate.decoders.memory import Memory
 from tunix.models.transformer.cache import init_cache
 from tunix.models.transformer.config import LayerKind
 from tunix.perf.programs import ProgramRecord

@@ -8,12 +8,12 @@ import pytest
 from tests.generate.fake_engine import FakeEngine
 from tests.rl.clusters import Words
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
-from tunix.rl.placement import WeightSyncError
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import EngineRollout
 from tunix.rl.rollout.sglang_jax_rollout import SglangJaxRollout
 from tunix.rl.rollout.vllm_rollout import VllmRollout
-from tunix.rl.weight_sync import PolicyVersion
+from tunix.rl.weights.placement import WeightSyncError
+from tunix.rl.weights.weight_sync import PolicyVersion
 
 
 class Engine(BaseSampler):

@@ -9,7 +9,7 @@ import pytest
 
 from tests import drills
 from tests.rl import kill_matrix
-from tunix.rl import journal
+from tunix.rl.schedules import journal
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from typing import Any
 
 from tests import drills, processes, world
 from tests.rl import drill_worker
-from tunix.rl import journal
+from tunix.rl.schedules import journal
 
 # Of drill_worker.py.
 JOBS = ("grpo", "grpo-env", "lagged", "lagged-env", "greedy", "greedy-env")

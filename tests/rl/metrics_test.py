@@ -7,7 +7,7 @@ import pytest
 
 from tunix.rl import common, metrics
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.rewards import RewardOutput
+from tunix.rl.reward.rewards import RewardOutput
 
 
 def test_extremes_are_told_by_their_names_and_not_by_how_these_begin():

@@ -18,14 +18,14 @@ from tests.rl import clusters
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts
 from tunix.cli.main import GC_THRESHOLD
-from tunix.rl import local_arrays, reshard
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.journal import JournalError
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
+from tunix.rl.schedules.journal import JournalError
+from tunix.rl.weights import local_arrays, reshard
 from tunix.sft.config import CheckpointOptions
 from tunix.sft.metrics_logger import JsonlBackend, MetricsLoggerOptions
 from tunix.utils import coordination, mesh as mesh_lib, tree

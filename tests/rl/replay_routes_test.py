@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests import toys
-from tests.rl import clusters, schedule_test
+from tests.rl import clusters
 from tests.rl.env import toy_envs
-from tests.rl.schedule_test import assert_same, data, trained, weights
-from tunix.models.transformer import route_records
+from tests.rl.schedules import schedule_test
+from tests.rl.schedules.schedule_test import assert_same, data, trained, weights
 from tunix.models.transformer.config import MoEConfig
-from tunix.rl import saved_rollouts
+from tunix.models.transformer.experts import route_records
+from tunix.rl.experience import saved_rollouts
 from tunix.sft.metrics_logger import Mode
 
 # Experts with close scores and large outputs: bfloat16 chooses otherwise for a few

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tunix.rl import reshard
+from tunix.rl.weights import reshard
 from tunix.utils import mesh as mesh_lib
 
 STATUS = pathlib.Path("/proc/self/status")

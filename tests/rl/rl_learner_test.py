@@ -24,7 +24,7 @@ from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode

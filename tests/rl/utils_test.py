@@ -11,7 +11,7 @@ from tests.models import checkpoints
 from tunix.models import backbone, heads
 from tunix.models.automodel import AutoModel
 from tunix.rl import utils
-from tunix.sft.module_state import Skeleton
+from tunix.sft.steps.module_state import Skeleton
 from tunix.utils import tree
 
 TOKENS = np.arange(1, 13, dtype=np.int32).reshape(2, 6)

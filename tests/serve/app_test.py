@@ -6,7 +6,7 @@ import pytest
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.serving import error_of, server
 from tunix.serve import status
-from tunix.serve.guard import OPEN_PATHS
+from tunix.serve.http.guard import OPEN_PATHS
 
 PATH = "/v1/completions"
 BODY = {"prompt": [60, 61], "max_tokens": 6}

@@ -11,7 +11,6 @@ import numpy as np
 
 from tests import toys_text
 from tunix.generate import outputs
-from tunix.generate.completions import settled
 from tunix.generate.engine.request import (
   Delta,
   EngineDead,
@@ -20,6 +19,7 @@ from tunix.generate.engine.request import (
   Ticket,
   TopLogprobs,
 )
+from tunix.generate.padded.completions import settled
 
 VOCAB = 514
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.serve.serving import error_of
 from tunix.serve import server as server_lib
-from tunix.serve.hosts import digests_of
+from tunix.serve.http.hosts import digests_of
 from tunix.serve.router import make_router
 from tunix.serve.settings import RouteSettings, ServeSettings
 

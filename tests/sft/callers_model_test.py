@@ -13,7 +13,7 @@ from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
-from tunix.sft.interrupts import Stopped
+from tunix.sft.loop.interrupts import Stopped
 from tunix.sft.losses import next_token_loss
 
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests import optimizers
 from tests.sft import trainers
-from tunix.sft import orbax_options
 from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.checkpoints import orbax_options
 from tunix.sft.config import CheckpointOptions
 from tunix.utils import coordination
 
@@ -307,7 +307,7 @@ def test_it_is_restored_onto_the_layout_of_the_model(tmp_path, mesh_fsdp8):
 
 
 def test_failures_to_write_are_one_line(tmp_path):
-  from tunix.sft.checkpoint_errors import named_failure
+  from tunix.sft.checkpoints.errors import named_failure
 
   for error in (OSError(), OSError("first\nsecond"), ValueError("x: ENOSPC")):
     raises = pytest.raises(OSError, match="could not be written")

@@ -11,8 +11,8 @@ from tests import optimizers
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.sft.hooks import TrainingHooks
-from tunix.sft.interrupts import Stopped
-from tunix.sft.metrics_jsonl import read_jsonl
+from tunix.sft.loop.interrupts import Stopped
+from tunix.sft.metrics.jsonl import read_jsonl
 from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
 from tunix.sft.peft_trainer import CheckpointOptions, PeftTrainer, TrainingConfig
 

@@ -10,9 +10,9 @@ from tests import optimizers, toys
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.ops.reductions import WeightedSum
+from tunix.sft.loop.trainer_arguments import named_metrics
 from tunix.sft.losses import next_token_loss
 from tunix.sft.peft_trainer import PeftTrainer, PeftTrainerConfig, TrainingConfig
-from tunix.sft.trainer_arguments import named_metrics
 
 
 def rates(tx=None, **config):

@@ -12,7 +12,7 @@ from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
 from tunix.sft.losses import next_token_loss
-from tunix.sft.metrics_jsonl import read_jsonl
+from tunix.sft.metrics.jsonl import read_jsonl
 from tunix.sft.metrics_logger import (
   JsonlBackend,
   MetricsLogger,
@@ -296,7 +296,7 @@ def test_the_profiler_traces_the_steps_of_both_ways_to_train(tmp_path):
 
 
 def test_the_progress_bar_shows_the_loss(monkeypatch):
-  from tunix.sft import step_metrics
+  from tunix.sft.steps import step_metrics
 
   bars = []
 
@@ -317,7 +317,7 @@ def test_the_progress_bar_shows_the_loss(monkeypatch):
 
 
 def test_steps_in_flight_are_bounded(monkeypatch):
-  from tunix.sft import step_metrics
+  from tunix.sft.steps import step_metrics
 
   seen = []
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tunix.sft import stamp
+from tunix.sft.checkpoints import stamp
 from tunix.utils import mesh as mesh_lib
 
 X = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)

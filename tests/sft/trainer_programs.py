@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from tests import toys
 from tests.sft import resume_test, trainers
-from tunix.sft import interrupts
+from tunix.sft.loop import interrupts
 from tunix.utils import coordination, tree
 from tunix.utils.mesh import create_mesh
 

@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from tests import optimizers, toys
-from tunix.sft import shared_steps
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+from tunix.sft.steps import shared_steps
 from tunix.utils import tree
 
 

@@ -8,11 +8,11 @@ from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
 from tunix.tinker import requests, rest
 from tunix.tinker.errors import TinkerError
-from tunix.tinker.executor import Executor
+from tunix.tinker.protocol.results import Result
 from tunix.tinker.rest import TinkerCall
-from tunix.tinker.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.work.executor import Executor
 
 HUGE = 10**400
 VALUES = (None, True, -1, 0, 1.5, 2**31, HUGE, "", "\xb2", "x" * 20_000, [], [1], {})

@@ -13,14 +13,14 @@ import pytest
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
 from tunix.cli.commands import serve
-from tunix.serve import guard
 from tunix.serve.app import make_app
-from tunix.serve.errors import ApiError
+from tunix.serve.http import guard
+from tunix.serve.http.errors import ApiError
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, requests, rest
-from tunix.tinker.loaded_adapters import LoadedAdapters
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.work.loaded_adapters import LoadedAdapters
 
 ROOT = "/api/v1/"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.serve.fake_engine import FakeDriver
 from tests.tinker.app_test import Client
 from tests.tinker.serving import base
-from tests.tinker.turns_test import (
+from tests.tinker.state.turns_test import (
   Computer,
   Engine,
   request,
@@ -24,10 +24,10 @@ from tests.tinker.turns_test import (
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app
-from tunix.tinker.executor import Executor
-from tunix.tinker.results import Result
+from tunix.tinker.protocol.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.work.executor import Executor
 
 
 @contextlib.contextmanager
@@ -101,7 +101,9 @@ def test_requests_outlive_a_state_that_is_not_taken_into_use(
   run.finish(0, Result())
   run.write_state({})
   with monkeypatch.context() as patch:
-    patch.setattr(f"tunix.tinker.runs.{failing}", mock.Mock(side_effect=OSError("no")))
+    patch.setattr(
+      f"tunix.tinker.state.runs.{failing}", mock.Mock(side_effect=OSError("no"))
+    )
     with pytest.raises(OSError, match="no"):
       run.switch()
   made.accept("a", "a0", 1, request("x", 1))

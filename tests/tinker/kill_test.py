@@ -15,12 +15,12 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.tinker import journal_test
 from tests.tinker.serving import base, rows
-from tunix.tinker import packed
+from tests.tinker.state import journal_test
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
-from tunix.tinker.runs import Run
+from tunix.tinker.protocol import packed
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.state.runs import Run
 from tunix.utils.record_file import RecordFile
 
 tinker = pytest.importorskip("tinker")
@@ -202,7 +202,7 @@ from tests.tinker.serving import base
 from tunix.serve import server
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app
-from tunix.tinker.executor import Executor
+from tunix.tinker.work.executor import Executor
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 

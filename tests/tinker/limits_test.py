@@ -4,8 +4,8 @@ import pytest
 
 from tests.tinker.service_test import SPEC, row, service
 from tunix.tinker.errors import BusyError, QuotaError, TinkerError
-from tunix.tinker.learner import AdapterSpec
-from tunix.tinker.records import Records
+from tunix.tinker.learning.learner import AdapterSpec
+from tunix.tinker.state.records import Records
 
 
 def test_limits_are_told_before_they_are_passed():

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tests.tinker.serving import base
-from tests.tinker.turns_test import until
+from tests.tinker.state.turns_test import until
 from tunix.serve.app import make_app
 from tunix.serve.server import make_server
 from tunix.serve.settings import ServeSettings

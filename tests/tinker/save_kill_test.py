@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tunix.tinker.checkpoints import Checkpoints, Place
+from tunix.tinker.state.checkpoints import Checkpoints, Place
 
 PLACE = Place("s:train:0", "weights", "x")
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")

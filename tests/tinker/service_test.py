@@ -11,7 +11,6 @@ import pytest
 
 from tests.tinker.serving import base, engine, rows
 from tunix.generate.engine.driver import Driver
-from tunix.tinker import data, packed, sampling
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.errors import (
   ConflictError,
@@ -20,9 +19,12 @@ from tunix.tinker.errors import (
   RequestFailedError,
   ServiceFailedError,
 )
-from tunix.tinker.learner import AdapterSpec
+from tunix.tinker.learning import data
+from tunix.tinker.learning.learner import AdapterSpec
+from tunix.tinker.protocol import packed
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings, read_keys
+from tunix.tinker.work import sampling
 from tunix.utils.record_file import RecordFile
 
 SPEC = AdapterSpec(rank=2)

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.tinker import data, losses, operations, sampling, sampling_values, wire
 from tunix.tinker.errors import QuotaError, TinkerError
-from tunix.tinker.runs import Op
+from tunix.tinker.learning import data, losses
+from tunix.tinker.protocol import sampling_values, wire
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.state.runs import Op
+from tunix.tinker.work import operations, sampling
 
 PROMPT, ENGINE = np.arange(4), EngineConfig(max_tokens=64)
 

@@ -7,7 +7,7 @@ import pytest
 from tests import processes
 from tunix.perf.trace import NoopTracer
 from tunix.sft.config import TrainingConfig
-from tunix.sft.run import Run
+from tunix.sft.loop.run import Run
 from tunix.utils import coordination
 
 PROGRAM = pathlib.Path(__file__).with_name("coordination_programs.py")

@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 
-from tunix.tinker import journal, packed
+from tunix.tinker.protocol import packed
+from tunix.tinker.state import journal
 from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordError, RecordFile
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tunix.cli.build import loading
 from tunix.cli.commands import generate, serve
+from tunix.cli.make import loading
 from tunix.cli.settings import yaml_text
-from tunix.generate import tokenizer_files
+from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.rl.env.tools import search_tool
 from tunix.tinker.settings import read_keys
 from tunix.utils import text_files

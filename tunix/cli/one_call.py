@@ -17,9 +17,9 @@ import jax
 from flax import nnx
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import objects
 from tunix.cli.commands import train
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import objects
 from tunix.cli.run.result import JobResult
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice, plain, section_of

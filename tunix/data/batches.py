@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.data import fields, records, render, rows
+from tunix.data.batching.tally import Tally
 from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, Text
 from tunix.data.rows import SideBySide
-from tunix.data.tally import Tally
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 BadRows = Literal["error", "skip"]

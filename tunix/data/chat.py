@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data import marked, reasoning as thoughts, records, spans
-from tunix.data.reasoning import Reasoning
-from tunix.data.spans import Segment
+from tunix.data import records
+from tunix.data.turns import marked, reasoning as thoughts, spans
+from tunix.data.turns.reasoning import Reasoning
+from tunix.data.turns.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Chat templates that print today's date get this fixed date. With the real date, a run

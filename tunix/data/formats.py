@@ -1,6 +1,6 @@
-"""Compatibility module: other names of `tunix.data.jsonl` and `tunix.data.records`."""
+"""Compatibility module: other names of `reading.jsonl` and `records`."""
 
-from tunix.data.jsonl import JsonlRecords, place
+from tunix.data.reading.jsonl import JsonlRecords, place
 from tunix.data.records import SFT
 
 __all__ = ["FINE_TUNING", "JsonlRecords", "place"]

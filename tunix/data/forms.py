@@ -25,7 +25,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tunix.generate import messages
+from tunix.generate.tokenizer import messages
 
 _ALPACA = ("instruction", "input", "system", "history")
 _CALL = ("function_call", "tool_call")

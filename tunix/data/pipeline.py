@@ -14,11 +14,12 @@ from typing import Any
 
 import grain
 
-from tunix.data import buckets, draws, packing as packing_lib, rows
-from tunix.data.reasoning import Reasoning
+from tunix.data import rows
+from tunix.data.batching import buckets, draws, packing as packing_lib
 from tunix.data.records import SFT
 from tunix.data.rows import OneRow, Overlong
 from tunix.data.source import Source
+from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import checks
 
@@ -45,7 +46,7 @@ def build_dataset(
 
   Args:
     records: dicts as described in `tunix.data.records`: a sequence in memory, or
-      `Records` (a file, a `tunix.data.mixture.Mixture`).
+      `Records` (a file, a `tunix.data.reading.mixture.Mixture`).
     tokenizer: tokenizer with the chat template.
     batch_size: number of rows of a batch over all processes.
     max_length: tokens of a row.
@@ -105,8 +106,8 @@ def build_batches(
     source: records and their settings.
     batch_size: number of rows of a batch over all processes.
     packing: if True, a row holds several examples. Only for the layout `OneRow`.
-    length_buckets: row lengths below `max_length`, see `tunix.data.buckets`. With (),
-      every row has `max_length` tokens. Only for the layout `OneRow`.
+    length_buckets: row lengths below `max_length`, see `tunix.data.batching.buckets`.
+      With (), every row has `max_length` tokens. Only for the layout `OneRow`.
     widths: row lengths below `max_length`, see `tunix.data.widths`. The batches of a
       step get the smallest of these, or `max_length`, that holds their longest record.
       Order and records stay. With (), every row has `max_length` tokens. Only for the

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data import fields, map_datasets as maps
-from tunix.data.jsonl import JsonlRecords
+from tunix.data import fields
+from tunix.data.batching import map_datasets as maps
+from tunix.data.reading.jsonl import JsonlRecords
+from tunix.data.reading.stored import HeldRecords, Records
 from tunix.data.records import Kind, Record
-from tunix.data.stored import HeldRecords, Records
 from tunix.utils import optional
 
 Extract = Callable[[str], str | None]

@@ -15,8 +15,8 @@ import numpy as np
 
 from tunix.data import chat as chats, records
 from tunix.data.chat import Rendered
-from tunix.data.reasoning import Reasoning
 from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
+from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Text, messages of a chat, or token ids.

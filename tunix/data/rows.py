@@ -5,7 +5,7 @@ A layout is a value with the lengths of its rows. All layouts have the same meth
 makes a batch of elements, and `lengths` and `tokens` count for reports.
 
 `OneRow` puts the completion after the prompt in one row. Rows may be packed
-(`tunix.data.packing`) and have four int32 arrays [max_length]:
+(`tunix.data.batching.packing`) and have four int32 arrays [max_length]:
 
   input_tokens   token ids, then the padding id
   input_mask     1 on trained tokens
@@ -13,7 +13,7 @@ makes a batch of elements, and `lengths` and `tokens` count for reports.
   segment_ids    1, 2, ... by example within the row; 0 is padding
 
 `SideBySide` pads prompts on the left and completions on the right, as rollouts are
-padded. `tunix.data.prompts.PromptText` keeps prompts as text.
+padded. `tunix.data.batching.prompts.PromptText` keeps prompts as text.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunix.data import forms
 from tunix.data.chat import Rendered
-from tunix.data.mixture import describe
+from tunix.data.reading.mixture import describe
 from tunix.data.records import (
   KINDS,
   PROMPT_COLUMN,

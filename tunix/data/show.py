@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tunix.data import chat
+from tunix.data.batching.prompts import PROMPTS
 from tunix.data.chat import Rendered
-from tunix.data.payloads import THOUGHT_KEYS
-from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
+from tunix.data.turns.payloads import THOUGHT_KEYS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import terminal
 
@@ -146,7 +146,7 @@ def describe_prompts(batch: Mapping[str, Sequence[Any]], *, rows: int | None) ->
   """Returns the prompts of a batch of text with their columns.
 
   Args:
-    batch: a batch of `tunix.data.prompts.PromptBatches`.
+    batch: a batch of `tunix.data.batching.prompts.PromptBatches`.
     rows: number of prompts to show; None for all.
   """
   lines = []

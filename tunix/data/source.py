@@ -7,12 +7,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from tunix.data import render, stored
+from tunix.data import render
+from tunix.data.batching.prompts import PromptText
 from tunix.data.chat import Rendered
-from tunix.data.prompts import PromptText
-from tunix.data.reasoning import Reasoning
+from tunix.data.reading import stored
 from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
+from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Unusable = Literal["error", "drop"]

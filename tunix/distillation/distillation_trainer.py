@@ -25,14 +25,15 @@ from tunix.distillation.teacher_cache import TeacherCache
 from tunix.distillation.teacher_table import to_device
 from tunix.models.backbone import share_variables
 from tunix.perf.trace import NoopTracer
-from tunix.sft import inference, windows
+from tunix.sft import inference
 from tunix.sft.config import (
   TrainingConfig as _TrainingConfig,
   TrainingInput as _TrainingInput,
 )
 from tunix.sft.metrics_logger import MetricsLogger
-from tunix.sft.module_state import trained_variables
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.sft.steps import windows
+from tunix.sft.steps.module_state import trained_variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from tunix.models import calling
 from tunix.models.calling import LanguageModel, Sequences, Unembedded
-from tunix.ops import logprobs, masks
+from tunix.ops import masks
 from tunix.ops.distill import TopK
+from tunix.ops.vocabulary import logprobs
 
 Inputs = Mapping[str, Any]
 

@@ -1,10 +1,10 @@
 """A cache on disk of the teacher's most likely tokens at each position.
 
 The key of a row is a hash of all its fields that the teacher receives (see
-`tunix.data.store`). The key does not depend on the batch of the row, so an interrupted
-fill can continue, and several runs can fill one folder. The processes of one run
-compute missing rows together, each with its part of the batch, and process 0 writes the
-results.
+`tunix.data.reading.store`). The key does not depend on the batch of the row, so an
+interrupted fill can continue, and several runs can fill one folder. The processes of
+one run compute missing rows together, each with its part of the batch, and process 0
+writes the results.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.data.store import RowStore, row_key
+from tunix.data.reading.store import RowStore, row_key
 from tunix.distillation import outputs
 from tunix.distillation.outputs import Inputs
 from tunix.models import calling
 from tunix.ops.distill import TopK
-from tunix.sft import inference, stamp
+from tunix.sft import inference
+from tunix.sft.checkpoints import stamp
 from tunix.sft.losses import batch_fields
 from tunix.utils import checks, coordination, mesh as mesh_lib
 from tunix.utils.io import write_json

@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from tunix.ops.vocab_softmax import Layout
-from tunix.sft.module_state import FrozenParam
+from tunix.ops.vocabulary.softmax import Layout
+from tunix.sft.steps.module_state import FrozenParam
 from tunix.utils import mesh as mesh_lib
 
 _NAME = "teacher_table"

@@ -1,0 +1,1 @@
+"""Examples that run on a laptop, built on the public command."""

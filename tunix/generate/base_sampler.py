@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from tunix.generate import text_size
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import adapted
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -37,8 +37,8 @@ class SamplerOutput:
       distribution that the token was drawn from, after forbidden tokens, temperature
       and filters. 0 at temperature 0, where nothing is drawn; or None.
     routes: the experts of each row's prompt and generated tokens, [T + length, M, k]
-      for each row, in the form of route_records.py. The last generated token has none,
-      because the model never ran it. None without `return_routes`.
+      for each row, in the form of experts/route_records.py. The last generated token
+      has none, because the model never ran it. None without `return_routes`.
     finish_reasons: "eos", "stop" (a stop string) or "length" for each row.
   """
 
@@ -134,9 +134,9 @@ class BaseSampler:
       include_eos: keep the end-of-sequence token that ended a row in tokens, log-probs
         and logits; text never has it.
       length_penalty: exponent p of a beam's score, log-probability / tokens ** p.
-      exact: score the sampled tokens again, each row separately (see exact.py). The
-        bits of a row's log-probs then do not depend on other rows, and equal those that
-        a trainer computes in exact mode at the same widths.
+      exact: score the sampled tokens again, each row separately (see padded/exact.py).
+        The bits of a row's log-probs then do not depend on other rows, and equal those
+        that a trainer computes in exact mode at the same widths.
       return_routes: return the experts of each token of a mixture of experts; see
         `SamplerOutput.routes`.
       first_prompt: number of the first prompt. With it, a batch that is sampled in

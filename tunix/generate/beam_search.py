@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.generate import decode, decoders, sampling
-from tunix.generate.decode import Generated, Leaf, Plan, Prompts, Rules
+from tunix.generate.decoders import decoders
+from tunix.generate.drawing import sampling
+from tunix.generate.padded import decode
+from tunix.generate.padded.decode import Generated, Leaf, Plan, Prompts, Rules
 from tunix.utils import mesh as mesh_lib
 
 

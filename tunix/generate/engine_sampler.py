@@ -13,24 +13,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.generate import (
-  batching,
-  decoders,
-  exact,
-  layout,
-  outputs,
-  requests,
-  sampler,
-)
+from tunix.generate import outputs, sampler
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.completions import Increment
-from tunix.generate.engine import arrays
+from tunix.generate.decoders import decoders, layout
+from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
-from tunix.generate.layout import GatherWeights
-from tunix.generate.options import SamplingOptions
+from tunix.generate.engine.run import arrays
+from tunix.generate.padded import exact, requests
+from tunix.generate.padded.completions import Increment
 from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.generate.sizes import batching
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 

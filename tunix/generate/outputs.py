@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tunix.generate import batching, stops as stops_lib
 from tunix.generate.base_sampler import SamplerOutput
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing import stops as stops_lib
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]

@@ -15,20 +15,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.generate import (
-  beam_search,
-  decode,
-  exact as exact_lib,
-  layout,
-  outputs,
-  requests,
-)
+from tunix.generate import beam_search, outputs
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.batching import Shape
-from tunix.generate.completions import Increment, RowReader
-from tunix.generate.layout import GatherWeights
-from tunix.generate.options import SamplingOptions
-from tunix.generate.requests import Request
+from tunix.generate.decoders import layout
+from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.padded import decode, exact as exact_lib, requests
+from tunix.generate.padded.completions import Increment, RowReader
+from tunix.generate.padded.requests import Request
+from tunix.generate.sizes.batching import Shape
 from tunix.perf import programs
 from tunix.utils import checks, mesh as mesh_lib
 

@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     completions: ids, padded on the right.
     completion_mask: True on the tokens to score.
     prompt_routes, completion_routes: the experts of the tokens that a call replays, [B,
-      P, M, k] and [B, R, M, k], see route_records.py; or None.
+      P, M, k] and [B, R, M, k], see experts/route_records.py; or None.
   """
 
   prompts: jax.Array

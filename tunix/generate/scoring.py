@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.generate import decoders
+from tunix.generate.decoders import decoders
 from tunix.generate.scored_rows import Ids, Mask, Rows
 from tunix.models import calling
 from tunix.models.calling import Sequences
-from tunix.models.transformer import dropout, route_records, routing, sharding
+from tunix.models.transformer.dense import dropout
+from tunix.models.transformer.experts import route_records, routing
+from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.ops import masks
-from tunix.ops.logprobs import TokenScores
+from tunix.ops.vocabulary.logprobs import TokenScores
 
 
 class Scores(NamedTuple):
@@ -87,8 +89,8 @@ def score_completions(
     tile_tokens: tokens per row of a tile, at least P + R. Logits are then computed at
       all of these positions. Only with `tile_rows`.
     prompt_routes, completion_routes: experts of the tokens, [B, P, M, k] and [B, R, M,
-      k], as a sampler recorded them (see route_records.py). The model uses them in
-      place of its routers' choice; the routers still compute their weights. With a
+      k], as a sampler recorded them (see experts/route_records.py). The model uses them
+      in place of its routers' choice; the routers still compute their weights. With a
       `group_size` above 1, prompts use the experts of the first row of their group.
       None: the routers choose.
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import engine_rows, outputs
+from tunix.generate import outputs
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
-from tunix.generate.engine_http import Client
-from tunix.generate.engine_rows import Answer, EngineError
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.external import rows as engine_rows
+from tunix.generate.external.http import Client
+from tunix.generate.external.rows import Answer, EngineError
 from tunix.models.transformer.model import Transformer
 
 

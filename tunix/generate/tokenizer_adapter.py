@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.generate import (
+from tunix.generate.tokenizer import (
   chat_template as chat_templates,
+  files as tokenizer_files,
+  loading as tokenizer_loading,
   messages as messages_lib,
-  tokenizer_files,
-  tokenizer_loading,
 )
-from tunix.generate.template_limits import ChatTemplateCostError
-from tunix.generate.tokenizer_backends import Backend, Token, choose
+from tunix.generate.tokenizer.backends import Backend, Token, choose
+from tunix.generate.tokenizer.template_limits import ChatTemplateCostError
 
 # Text before a continuation while it is encoded, see `encode_continuation`. No
 # tokenizer that needs this anchor merges a line break with the next letter.
@@ -71,8 +71,8 @@ class TokenizerAdapter:
         tokenizer itself does. If it has no post-processor, as SentencePiece files, or
         if `bos_token` is given, None is True.
       message_form: "plain" gives the chat template messages in the one form of
-        `tunix.generate.messages`; "given" as they are, without null fields. None: the
-        form of the other adapter, else "plain".
+        `tunix.generate.tokenizer.messages`; "given" as they are, without null fields.
+        None: the form of the other adapter, else "plain".
 
     Raises:
       ValueError: the object lacks methods, which the message names; it has no token of

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import engine_rows
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
-from tunix.generate.engine_http import Client, Refused
-from tunix.generate.engine_rows import Answer, EngineError, LogprobKind
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.external import rows as engine_rows
+from tunix.generate.external.http import Client, Refused
+from tunix.generate.external.rows import Answer, EngineError, LogprobKind
 from tunix.models.transformer.model import Transformer
 
 

@@ -15,21 +15,19 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tunix.models import (
-  families,
-  file_sums,
+from tunix.models import families, hub, naming, safetensors_loader
+from tunix.models.families import Family
+from tunix.models.files import (
   fused_experts,
-  hub,
-  naming,
-  safetensors_loader,
   stored_formats,
+  sums as file_sums,
   tensor_files,
 )
-from tunix.models.families import Family
-from tunix.models.quantisation import QuantisationConfig
-from tunix.models.transformer import hf_values, sharding as sharding_lib
+from tunix.models.quantization import QuantizationConfig
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
+from tunix.models.transformer.hf import values as hf_values
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding as sharding_lib
 from tunix.utils import mesh as mesh_lib
 
 _DTYPES = "use 'float32', 'bfloat16' or 'float16'"
@@ -52,8 +50,8 @@ class AutoModel:
     attention: str | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
-    quantize: QuantisationConfig | str | None = None,
-    quantise: QuantisationConfig | str | None = None,
+    quantize: QuantizationConfig | str | None = None,
+    quantise: QuantizationConfig | str | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
@@ -71,7 +69,7 @@ class AutoModel:
       num_scores: if not None, the model is a critic or a reward model: a head with
         `num_scores` outputs replaces the unembedding. The head is initialized randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
-      quantize: "nf4", "int4", "int8", "mxfp4" or a `QuantisationConfig`: the layers'
+      quantize: "nf4", "int4", "int8", "mxfp4" or a `QuantizationConfig`: the layers'
         kernels are quantized when they are read, as a base for training adapters. With
         "mxfp4" these are the experts of a mixture, and experts that the folder holds in
         MXFP4 keep their numbers.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models import lora_modules, whole_modules
+from tunix.models.adapters import lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
 from tunix.utils import tree
 

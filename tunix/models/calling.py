@@ -23,12 +23,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.ops import logprobs, masks
+from tunix.ops import masks
 from tunix.ops.distill import TopK, top_k
 from tunix.ops.distill_hidden import hidden_top_k
-from tunix.ops.logprobs import TokenScores
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_softmax import Layout, chunk_logits
+from tunix.ops.vocabulary import logprobs
+from tunix.ops.vocabulary.logprobs import TokenScores
+from tunix.ops.vocabulary.softmax import Layout, chunk_logits
 
 Parameters = Mapping[str, inspect.Parameter]
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tunix.models.transformer import sharding
+from tunix.models.transformer.shards import sharding
 from tunix.utils import mesh as mesh_lib
 
 

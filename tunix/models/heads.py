@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.transformer import sharding
+from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 

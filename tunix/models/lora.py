@@ -3,7 +3,7 @@
 y = x W + (alpha / r) x A B, where A [in, r] is random and B [r, out] is zero at first,
 so that a new adapter changes nothing. A and B are `nnx.LoRAParam`s in the module whose
 kernel they adapt, and trainers find them by this type. The base weights are shared, not
-copied. adapter_files.py reads and writes folders of PEFT.
+copied. adapters/files.py reads and writes folders of PEFT.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import lora_modules, quantisation, whole_modules
-from tunix.models.adapter_files import load_adapter, save_adapter
-from tunix.models.lora_modules import Adapter, CastError
-from tunix.models.transformer import sharding
-from tunix.models.transformer.layers import param
-from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models import quantization
+from tunix.models.adapters import lora_modules, whole_modules
+from tunix.models.adapters.files import load_adapter, save_adapter
+from tunix.models.adapters.lora_modules import Adapter, CastError
+from tunix.models.transformer.dense.layers import param
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.recurrences.mamba2 import Mamba2
+from tunix.models.transformer.shards import sharding
 from tunix.utils import checks, mesh as mesh_lib
 
 __all__ = [
@@ -241,7 +242,7 @@ def merge(
   errors = []
   for path, linear in lora_modules.linears(out).items():
     if linear.lora_a is None:
-      quantisation.dequantise_kernel(linear)
+      quantization.dequantize_kernel(linear)
       continue
     spec = linear.kernel.get_metadata()["out_sharding"]
     value, error = lora_modules.merged_kernel(path, linear, linear.kernel.dtype)

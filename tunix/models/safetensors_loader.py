@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.models import quantisation
+from tunix.models import quantization
 from tunix.models.families import Family
-from tunix.models.quantisation import QuantisationConfig
-from tunix.models.stored_tensor import StoredTensor
-from tunix.models.transformer import params, sharding
+from tunix.models.files.stored_tensor import StoredTensor
+from tunix.models.files.weight_reader import WeightReader
+from tunix.models.quantization import QuantizationConfig
+from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.layers import fresh as fresh_weights
+from tunix.models.transformer.dense.layers import fresh as fresh_weights
 from tunix.models.transformer.model import Transformer
-from tunix.models.weight_reader import WeightReader
+from tunix.models.transformer.shards import sharding
 from tunix.utils import tree
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def load_model(
   config: Any,
   family: Family,
   mesh: Mesh | None = None,
-  quantize: QuantisationConfig | str | None = None,
+  quantize: QuantizationConfig | str | None = None,
 ) -> Transformer:
   """Builds a model and fills it with the tensors of a checkpoint.
 
@@ -72,7 +73,7 @@ def load_model(
       f"{family.name}; leave it out"
     )
   if quantize is not None:
-    packer = quantisation.OnLoad(quantize, nnx.merge(graph, state))
+    packer = quantization.OnLoad(quantize, nnx.merge(graph, state))
 
   with WeightReader(tensors) as reader:
 

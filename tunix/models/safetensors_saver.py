@@ -20,13 +20,15 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import families, lora_modules, tensor_files
+from tunix.models import families
+from tunix.models.adapters import lora_modules
+from tunix.models.adapters.lora_modules import CastError
 from tunix.models.families import Family
-from tunix.models.lora_modules import CastError
-from tunix.models.tensor_files import NewTensor
+from tunix.models.files import tensor_files
+from tunix.models.files.tensor_files import NewTensor
 from tunix.models.transformer import params
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
-from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib, tree
 
@@ -270,7 +272,7 @@ class _Leaf:
     if linear is not None and linear.lora_a is not None:
       value, error = lora_modules.merged_kernel(self.path, linear, self.dtype)
       self.errors.append(error)
-    elif linear is not None and lora_modules.is_quantised(linear):
+    elif linear is not None and lora_modules.is_quantized(linear):
       value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
     if not value.is_fully_addressable:
       return mesh_lib.to_host(value)

@@ -2,7 +2,7 @@
 
 Logits [B, T, V] of student and teacher would take most of the memory: 8 x 2048 tokens
 with a vocabulary of 150,000 are 10 GB each in float32. A pass over chunks of tokens
-(vocab_chunks.py) holds one block of logits of each at a time.
+(vocabulary/chunks.py) holds one block of logits of each at a time.
 
 The pass computes the loss together with its gradients, as `logprobs.weighted_nll` does,
 because the weights of the tokens are known in advance. A step then has three matrix
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix.ops import distill
 from tunix.ops.distill import Divergence, TopK
-from tunix.ops.vocab_chunks import (
+from tunix.ops.vocabulary.chunks import (
   for_batch,
   gradient_spec,
   on_mesh,
@@ -29,7 +29,7 @@ from tunix.ops.vocab_chunks import (
   reduced,
   table_spec,
 )
-from tunix.ops.vocab_softmax import (
+from tunix.ops.vocabulary.softmax import (
   ONE_DEVICE,
   Layout,
   across,

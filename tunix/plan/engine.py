@@ -13,11 +13,11 @@ from typing import Any
 
 from flax import nnx
 
-from tunix.generate import layout
-from tunix.generate.engine.paged_store import PageStore
-from tunix.generate.engine.slot_state import SlotStore
-from tunix.generate.engine.state import Blocks, Round
-from tunix.models.transformer import paged
+from tunix.generate.decoders import layout
+from tunix.generate.engine.cache.paged_store import PageStore
+from tunix.generate.engine.cache.slot_state import SlotStore
+from tunix.generate.engine.device.state import Blocks, Round
+from tunix.models.transformer.paged import attention as paged
 from tunix.perf import programs
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import residents

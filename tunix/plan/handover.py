@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from tunix.perf.chips import Chip
 from tunix.plan import residents
 from tunix.plan.residents import gib
-from tunix.rl import placement
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.weights import placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

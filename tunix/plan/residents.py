@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from tunix.perf import programs
 from tunix.perf.programs import ProgramRecord
-from tunix.sft import offload
+from tunix.sft.steps import offload
 
 
 def beside(

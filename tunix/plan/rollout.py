@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.generate import layout
-from tunix.generate.memory import Memory
+from tunix.generate.decoders import layout
+from tunix.generate.decoders.memory import Memory
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import residents
 from tunix.plan.program import ProgramEstimate

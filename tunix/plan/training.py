@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.models.transformer import moe
+from tunix.models.transformer.experts import moe
 from tunix.perf import flops, programs
 from tunix.perf.programs import ProgramRecord
-from tunix.sft.module_state import Skeleton
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.sft.step_metrics import matmul_params
-from tunix.sft.train_step import examples_in
+from tunix.sft.steps.module_state import Skeleton
+from tunix.sft.steps.step_metrics import matmul_params
+from tunix.sft.steps.train_step import examples_in
 
 STEP = "train step"
 

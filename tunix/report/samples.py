@@ -37,7 +37,7 @@ def read(file: pathlib.Path, most: int | None = None) -> dict[str, Any]:
   """Reads the batch of one file.
 
   Args:
-    file: one group a line, as `tunix.rl.samples.Samples` writes them.
+    file: one group a line, as `tunix.rl.experience.samples.Samples` writes them.
     most: number of groups that are read; None: all.
 
   Returns: the batch. A damaged line ends it, so `groups` may be empty.

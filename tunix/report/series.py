@@ -13,8 +13,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
-from tunix.sft.metrics_records import decode
+from tunix.sft.metrics.jsonl import METRICS_FILE, TIMINGS_FILE
+from tunix.sft.metrics.records import decode
 
 # Bytes. A longer line is no record of metrics: a damaged file may lack line ends.
 _LONGEST_LINE = 1 << 20

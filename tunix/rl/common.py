@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.generate import batching
+from tunix.generate.sizes import batching
 from tunix.rl import route_arrays
 from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.rewards import RewardOutput
+from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -106,8 +106,8 @@ class Rollouts:
     versions: int32 [B, R], optimizer updates of the weights that drew each token, 0 on
       padding; None if the current weights drew all of them.
     prompt_routes, completion_routes: experts of the tokens, [B, T, M, k] and [B, R, M,
-      k], as recorded while they were sampled (see route_records.py), 0 on padding; None
-      without `RolloutConfig.replay_routes`.
+      k], as recorded while they were sampled (see experts/route_records.py), 0 on
+      padding; None without `RolloutConfig.replay_routes`.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.

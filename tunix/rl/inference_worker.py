@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import scoring
-from tunix.rl import placement
 from tunix.rl.config import Role
+from tunix.rl.weights import placement
 from tunix.sft import inference
 from tunix.sft.inference import Score
 

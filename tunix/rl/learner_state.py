@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.rl import weight_sync
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
-from tunix.rl.weight_sync import PolicyVersion
-from tunix.sft.run_state import ARRAYS, Position, RunState
+from tunix.rl.weights import weight_sync
+from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.sft.steps.run_state import ARRAYS, Position, RunState
 
 
 @dataclasses.dataclass

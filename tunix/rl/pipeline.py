@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.records import PROMPT_IDS_COLUMN
-from tunix.sft.batch_source import BatchSource
+from tunix.sft.steps.batch_source import BatchSource
 
 PROMPTS = "prompts"
 

@@ -17,16 +17,17 @@ from flax import nnx
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
 from tunix.perf.metrics import PerfMetricsConfig
-from tunix.rl import inference_worker, metrics, placement, roles, route_arrays, utils
+from tunix.rl import inference_worker, metrics, roles, route_arrays, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.env.policy import Policy
 from tunix.rl.inference_worker import InferenceWorker
-from tunix.rl.placement import Weights
 from tunix.rl.rollout import turns
 from tunix.rl.rollout.base_rollout import RolloutOutput
 from tunix.rl.trainer import Trainer
-from tunix.rl.weight_sync import PolicyVersion, WeightSync
+from tunix.rl.weights import placement
+from tunix.rl.weights.placement import Weights
+from tunix.rl.weights.weight_sync import PolicyVersion, WeightSync
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode

@@ -5,9 +5,9 @@
       cluster.update_critic(mini-batches); cluster.update_actor(mini-batches)
       cluster.sync_weights()
 
-sft/run.py decides when a run evaluates and saves, as for every trainer. A resumed run
-needs one RunState (learner_state.py), which is saved between two rollouts. Rollouts may
-be sampled ahead of the updates (schedule.py), which changes none of this. Random
+sft/loop/run.py decides when a run evaluates and saves, as for every trainer. A resumed
+run needs one RunState (learner_state.py), which is saved between two rollouts. Rollouts
+may be sampled ahead of the updates (schedules), which changes none of this. Random
 numbers need no state: they are computed from the seed, the number of the rollout and
 the row.
 """
@@ -26,30 +26,24 @@ import numpy as np
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
-from tunix.rl import (
-  evaluation,
-  learner_state,
-  metrics,
-  policy_loss,
-  schedules,
-  setup,
-  step_sizes,
-)
+from tunix.rl import learner_state, metrics, policy_loss, setup
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.episodes import Episodes
-from tunix.rl.experience import Experience, MetricFn
+from tunix.rl.experience import evaluation, step_sizes
+from tunix.rl.experience.episodes import Episodes
+from tunix.rl.experience.experience import Experience, MetricFn
+from tunix.rl.experience.samples import Samples
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.samples import Samples
-from tunix.sft.base_trainer import BaseTrainer
-from tunix.sft.interrupts import DeferredSignals
+from tunix.rl.schedules import choose as schedules
+from tunix.sft.loop.base_trainer import BaseTrainer
+from tunix.sft.loop.interrupts import DeferredSignals
+from tunix.sft.loop.run import Places, Run, TrainResult
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.sft.run import Places, Run, TrainResult
-from tunix.sft.run_state import RunState
-from tunix.sft.shared_steps import Call
+from tunix.sft.steps.run_state import RunState
+from tunix.sft.steps.shared_steps import Call
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +175,7 @@ class RLLearner(BaseTrainer):
     )
 
   def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
-    """Returns the completions of every prompt with their rewards; see schedule.py."""
+    """Returns the completions of every prompt with their rewards; see schedules."""
     return self._schedule.rollouts(batch, mode, self._progress.rollouts)
 
   def _example(

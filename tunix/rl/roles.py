@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
-from tunix.rl import local_arrays, reshard
 from tunix.rl.config import ClusterConfig, Role
 from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import BaseRollout
+from tunix.rl.weights import local_arrays, reshard
 from tunix.utils import mesh as mesh_lib
 
 ENGINES = {

@@ -9,13 +9,13 @@ import jax
 from flax import nnx
 
 from tunix.models import calling
-from tunix.models.transformer import route_records
+from tunix.models.transformer.experts import route_records
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
-from tunix.sft.module_state import is_lora
+from tunix.sft.steps.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
 
 _log = logging.getLogger(__name__)

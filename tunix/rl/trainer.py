@@ -14,12 +14,12 @@ from tunix.perf.trace import NoopTracer
 from tunix.rl import policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.config import RLTrainingConfig
-from tunix.sft import windows
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.sft.run_state import Progress, RunState
-from tunix.sft.shared_steps import Call
+from tunix.sft.steps import windows
+from tunix.sft.steps.run_state import Progress, RunState
+from tunix.sft.steps.shared_steps import Call
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.setting import shared_values
 

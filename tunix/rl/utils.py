@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.generate import requests
-from tunix.models import calling, heads, lora_modules, whole_modules
+from tunix.generate.padded import requests
+from tunix.models import calling, heads
+from tunix.models.adapters import lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
 
 

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tunix.serve.context import Context
-from tunix.serve.errors import ApiError, bad
-from tunix.serve.fields import Fields, missing, shown
-from tunix.serve.http import Answer, Call
-from tunix.serve.running import check_alive
+from tunix.serve.http.bodies import Answer, Call
+from tunix.serve.http.errors import ApiError, bad
+from tunix.serve.http.fields import Fields, missing, shown
+from tunix.serve.openai.context import Context
+from tunix.serve.openai.running import check_alive
 
 _MODES = ("abort", "wait", "keep")
 _UPDATES = ("keep", "recompute", "drain")

@@ -8,13 +8,22 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tunix.serve import admin, calls, status, tokens
-from tunix.serve.chat import ChatJob
-from tunix.serve.completions import CompletionJob
-from tunix.serve.context import Context, Grammars, LoadModel
-from tunix.serve.errors import ApiError, as_api_error
-from tunix.serve.guard import check
-from tunix.serve.http import LAST_EVENT, Answer, Call, Relay, Stream, event, read_json
+from tunix.serve import admin, status
+from tunix.serve.http.bodies import (
+  LAST_EVENT,
+  Answer,
+  Call,
+  Relay,
+  Stream,
+  event,
+  read_json,
+)
+from tunix.serve.http.errors import ApiError, as_api_error
+from tunix.serve.http.guard import check
+from tunix.serve.openai import calls, tokens
+from tunix.serve.openai.chat import ChatJob
+from tunix.serve.openai.completions import CompletionJob
+from tunix.serve.openai.context import Context, Grammars, LoadModel
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 

@@ -19,10 +19,10 @@ from typing import Any
 from tunix.rl.rollout.host import NOT_BEGUN, HostError, RolloutHost
 from tunix.serve import server
 from tunix.serve.app import Endpoint, application, read_body, request_of
-from tunix.serve.errors import ApiError, bad, shutting_down
-from tunix.serve.fields import Fields, missing
-from tunix.serve.guard import check
-from tunix.serve.http import Answer, Call
+from tunix.serve.http.bodies import Answer, Call
+from tunix.serve.http.errors import ApiError, bad, shutting_down
+from tunix.serve.http.fields import Fields, missing
+from tunix.serve.http.guard import check
 from tunix.serve.metrics import Metrics
 from tunix.serve.settings import ServeSettings
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from tunix.serve import status
 from tunix.serve.app import application
-from tunix.serve.errors import ApiError
-from tunix.serve.gate import Gate
-from tunix.serve.hosts import Host, HostError, Hosts, digests_of
-from tunix.serve.http import Answer, Call, Relay, to_json
+from tunix.serve.http.bodies import Answer, Call, Relay, to_json
+from tunix.serve.http.errors import ApiError
+from tunix.serve.http.gate import Gate
+from tunix.serve.http.hosts import Host, HostError, Hosts, digests_of
 from tunix.serve.metrics import Metrics
-from tunix.serve.running import Clock, DrainDeadline
+from tunix.serve.openai.running import Clock, DrainDeadline
 from tunix.serve.server import make_server, run_until_signal
 from tunix.serve.settings import RouteSettings, ServeSettings
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tunix.serve import connections
 from tunix.serve.app import More, make_app
-from tunix.serve.context import Grammars, LoadModel
+from tunix.serve.http import connections
+from tunix.serve.openai.context import Grammars, LoadModel
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 

@@ -6,10 +6,10 @@ import pathlib
 from typing import Any
 
 from tunix.generate.engine.request import EngineDead
-from tunix.serve.context import Context
-from tunix.serve.errors import ApiError
-from tunix.serve.http import Answer, Call
-from tunix.serve.running import check_alive
+from tunix.serve.http.bodies import Answer, Call
+from tunix.serve.http.errors import ApiError
+from tunix.serve.openai.context import Context
+from tunix.serve.openai.running import check_alive
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
 # The page has its script and style inside, and speaks with this server alone.

@@ -18,14 +18,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tunix.sft import (
-  checkpoint_checksums as checksums,
-  checkpoint_errors as errors,
-  checkpoint_forms as forms,
-  orbax_options,
-  run_state,
-)
-from tunix.sft.run_state import ARRAYS, RunState
+from tunix.sft.checkpoints import checksums, errors, forms, orbax_options
+from tunix.sft.steps import run_state
+from tunix.sft.steps.run_state import ARRAYS, RunState
 from tunix.utils import coordination, env, tree
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.sft.history import History
-from tunix.sft.metrics_backends import (
+from tunix.sft.metrics.backends import (
   BACKENDS,
   ConsoleBackend,
   LoggingBackend,
@@ -29,8 +28,9 @@ from tunix.sft.metrics_backends import (
   TextBackend,
   WandbBackend,
 )
-from tunix.sft.metrics_jsonl import VOLATILE, JsonlBackend
-from tunix.sft.metrics_records import Mode, as_number, decode, encode
+from tunix.sft.metrics.history import History
+from tunix.sft.metrics.jsonl import VOLATILE, JsonlBackend
+from tunix.sft.metrics.records import Mode, as_number, decode, encode
 from tunix.utils import checks
 
 __all__ = [
@@ -160,7 +160,7 @@ class MetricsLogger:
       backend.log_config(config)
 
   def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Passes completions to every TextBackend; see `tunix.rl.samples`."""
+    """Passes completions to every TextBackend; see `tunix.rl.experience.samples`."""
     for backend in self._text_backends():
       backend.log_samples(groups, step)
 
@@ -223,7 +223,7 @@ class MetricsLogger:
 
   @property
   def history(self) -> History:
-    """The values that this process logged, as a table; see `tunix.sft.history`."""
+    """The values that this process logged, see `tunix.sft.metrics.history`."""
     shown = {_event(key): series for key, series in self._history.items()}
     return History({name: (x.steps, x.values) for name, x in shown.items() if x.values})
 

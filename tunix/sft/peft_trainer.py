@@ -1,8 +1,8 @@
 """PeftTrainer: trains any nnx.Module, all of its parameters or its LoRA parameters.
 
-This file has the public API and the extension points. run.py decides when the trainer
-updates, evaluates and saves; train_step.py has the computation of a step;
-train_state.py holds the arrays.
+This file has the public API and the extension points. loop/run.py decides when the
+trainer updates, evaluates and saves; steps/train_step.py has the computation of a step;
+steps/train_state.py holds the arrays.
 
     trainer = PeftTrainer(model, optax.adamw(1e-5), TrainingConfig(max_steps=100))
     trainer.train(micro_batches, eval_batches)
@@ -21,28 +21,25 @@ import numpy as np
 from flax import nnx
 
 from tunix.models import calling
-from tunix.models.transformer import moe
+from tunix.models.transformer.experts import moe
 from tunix.perf.trace import NoopTracer
-from tunix.sft import (
-  hooks as hooks_lib,
-  sharding_utils,
-  trainer_arguments,
-  windows,
-)
-from tunix.sft.base_trainer import BaseTrainer
-from tunix.sft.batch_source import BatchSource
+from tunix.sft import hooks as hooks_lib, sharding_utils
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.interrupts import DeferredSignals
+from tunix.sft.loop import trainer_arguments
+from tunix.sft.loop.base_trainer import BaseTrainer
+from tunix.sft.loop.interrupts import DeferredSignals
+from tunix.sft.loop.run import Places, Run, TrainResult
+from tunix.sft.loop.trainer_arguments import named_metrics
 from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.sft.module_state import ModuleState
-from tunix.sft.run import Places, Run, TrainResult
-from tunix.sft.run_state import Progress, RunState
-from tunix.sft.step_metrics import StepReporter, matmul_params
-from tunix.sft.train_state import OptimizerView, TrainState
-from tunix.sft.train_step import BatchLoss
-from tunix.sft.trainer_arguments import named_metrics
-from tunix.sft.windows import Window
+from tunix.sft.steps import windows
+from tunix.sft.steps.batch_source import BatchSource
+from tunix.sft.steps.module_state import ModuleState
+from tunix.sft.steps.run_state import Progress, RunState
+from tunix.sft.steps.step_metrics import StepReporter, matmul_params
+from tunix.sft.steps.train_state import OptimizerView, TrainState
+from tunix.sft.steps.train_step import BatchLoss
+from tunix.sft.steps.windows import Window
 
 __all__ = [
   "CheckpointOptions",
@@ -207,7 +204,8 @@ class PeftTrainer(BaseTrainer):
   def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:
     """Returns `_train_step` and `_eval_step`, or values that compute the same.
 
-    Values that can be compared let trainers share compiled steps, see shared_steps.py.
+    Values that can be compared let trainers share compiled steps, see
+    steps/shared_steps.py.
     """
     if self._has_default_steps:
       return self._loss, self._loss

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.ops import masks
-from tunix.sft.module_state import is_lora
+from tunix.sft.steps.module_state import is_lora
 
 _log = logging.getLogger(__name__)
 

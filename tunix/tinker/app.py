@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunix.serve.app import Endpoint, read_body, request_of
-from tunix.serve.context import Context, Tenants
-from tunix.serve.errors import ApiError
-from tunix.serve.guard import check, given_key, tenant_of_key, wrong_key
-from tunix.serve.http import Answer, Call, read_json
+from tunix.serve.http.bodies import Answer, Call, read_json
+from tunix.serve.http.errors import ApiError
+from tunix.serve.http.guard import check, given_key, tenant_of_key, wrong_key
+from tunix.serve.openai.context import Context, Tenants
 from tunix.serve.settings import ServeSettings
-from tunix.tinker import fields, requests, rest, wire
+from tunix.tinker import requests, rest
 from tunix.tinker.errors import (
   BusyError,
   GoneError,
@@ -25,8 +25,9 @@ from tunix.tinker.errors import (
   ServiceFailedError,
   TinkerError,
 )
+from tunix.tinker.protocol import fields, wire
+from tunix.tinker.protocol.results import Result
 from tunix.tinker.rest import TinkerCall
-from tunix.tinker.results import Result
 from tunix.tinker.service import Service
 from tunix.utils import optional
 from tunix.utils.record_file import RecordError

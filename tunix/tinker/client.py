@@ -35,8 +35,8 @@ from tunix.tinker.client_data import (
   SamplingParams,
 )
 from tunix.tinker.errors import BusyError, RequestFailedError
-from tunix.tinker.learner import AdamParams, AdapterSpec
-from tunix.tinker.results import Result
+from tunix.tinker.learning.learner import AdamParams, AdapterSpec
+from tunix.tinker.protocol.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
 

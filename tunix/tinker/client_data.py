@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.tinker.data import Row
-from tunix.tinker.results import Result
+from tunix.tinker.learning.data import Row
+from tunix.tinker.protocol.results import Result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Datum:
 
   Attributes:
     model_input: ids of the input, [N].
-    loss_fn_inputs: inputs of the loss by name, [N] each; see losses.py.
+    loss_fn_inputs: inputs of the loss by name, [N] each; see learning/losses.py.
   """
 
   model_input: Any

@@ -10,9 +10,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from tunix.tinker import fields, wire
 from tunix.tinker.errors import TinkerError
-from tunix.tinker.learner import AdapterSpec
+from tunix.tinker.learning.learner import AdapterSpec
+from tunix.tinker.protocol import fields, wire
 from tunix.tinker.rest import TinkerCall, check_optimizer
 from tunix.tinker.service import Service
 

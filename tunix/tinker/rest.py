@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tunix.serve.http import Answer, Call
-from tunix.tinker import checkpoints, fields
-from tunix.tinker.checkpoints import Place
+from tunix.serve.http.bodies import Answer, Call
 from tunix.tinker.errors import NotServedError
-from tunix.tinker.runs import Run
+from tunix.tinker.protocol import fields
 from tunix.tinker.service import Service
+from tunix.tinker.state import checkpoints
+from tunix.tinker.state.checkpoints import Place
+from tunix.tinker.state.runs import Run
 
 T = TypeVar("T")
 _MOST = 1000  # objects of one page of a list

@@ -1,8 +1,9 @@
 """The training service: tenants, sessions, runs and futures, without HTTP.
 
 A request is checked, written to disk and queued in the thread of the caller. One thread
-computes the requests of all runs in turn (worker.py), each run's in the order of their
-numbers. A future is the id of a request; `result` returns what was computed for it.
+computes the requests of all runs in turn (work/worker.py), each run's in the order of
+their numbers. A future is the id of a request; `result` returns what was computed for
+it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import checkpoints, journal, operations
-from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.errors import TinkerError
-from tunix.tinker.executor import Executor, adapters_of
-from tunix.tinker.learner import AdapterSpec, Learner
-from tunix.tinker.quotas import Quotas
-from tunix.tinker.records import Records, missing, now
-from tunix.tinker.results import Result
-from tunix.tinker.runs import Op, Run
-from tunix.tinker.sampling import Sampler
-from tunix.tinker.sampling_sessions import SamplingSessions
+from tunix.tinker.learning.learner import AdapterSpec, Learner
+from tunix.tinker.protocol.results import Result
 from tunix.tinker.settings import TinkerSettings
-from tunix.tinker.training import TrainingRequests
-from tunix.tinker.worker import Worker
+from tunix.tinker.state import checkpoints, journal
+from tunix.tinker.state.checkpoints import Checkpoints, Place
+from tunix.tinker.state.records import Records, missing, now
+from tunix.tinker.state.runs import Op, Run
+from tunix.tinker.work import operations
+from tunix.tinker.work.executor import Executor, adapters_of
+from tunix.tinker.work.quotas import Quotas
+from tunix.tinker.work.sampling import Sampler
+from tunix.tinker.work.sampling_sessions import SamplingSessions
+from tunix.tinker.work.training import TrainingRequests
+from tunix.tinker.work.worker import Worker
 from tunix.utils import folder_lock
 
 LOCK = ("serving", "root (--tinker_root)")  # arguments of `utils.folder_lock`

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tests import toys_text
 from tests.cli import runs
-from tunix.cli.build import loading
+from tunix.cli.make import loading
 from tunix.data import chat
 from tunix.models import heads, safetensors_saver
 from tunix.models.automodel import AutoModel

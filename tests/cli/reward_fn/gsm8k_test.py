@@ -2,7 +2,7 @@ import pytest
 
 from tests import toys_text
 from tunix.cli.reward_fn import gsm8k
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
 
 
 def text(answer, before="", after=""):

@@ -14,7 +14,7 @@ from tunix.distillation.feature_extraction import (
   unwrap_sowed_modules,
   wrap_model_with_sowed_modules,
 )
-from tunix.models.transformer.attention import Attention
+from tunix.models.transformer.attention.layer import Attention
 from tunix.models.transformer.decoder_layer import DecoderLayer
 
 

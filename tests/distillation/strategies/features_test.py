@@ -19,7 +19,7 @@ from tunix.distillation.strategies import (
   FeaturePoolingStrategy,
   FeatureProjectionStrategy,
 )
-from tunix.models.transformer.attention import Attention
+from tunix.models.transformer.attention.layer import Attention
 from tunix.models.transformer.decoder_layer import DecoderLayer
 
 MAKES = {

@@ -7,7 +7,7 @@ from flax import nnx
 
 from tunix.distillation.strategies import LogitStrategy
 from tunix.distillation.strategies.logit import HiddenStates
-from tunix.ops.vocab_softmax import Layout
+from tunix.ops.vocabulary.softmax import Layout
 
 WORDS = 7
 INPUTS = {

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tunix.cli.build import rewards
+from tunix.cli.make import rewards
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
 from tunix.data.records import PROMPT_ROWS
 from tunix.examples.quickstart import task
 from tunix.models.automodel import AutoModel
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
 
 RECORD = {"prompt": "3+8+5=", "response": "[16]"}
 

@@ -14,7 +14,7 @@ from tests import toys_text
 from tests.generate.tokenizer_kinds_test import KINDS
 from tunix.generate.engine.grammar import Grammars
 from tunix.generate.engine.request import RequestError
-from tunix.generate.token_bytes import token_bytes
+from tunix.generate.engine.token_bytes import token_bytes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 

@@ -11,9 +11,10 @@ import hashlib
 import numpy as np
 
 from tests import toys
-from tunix.generate.engine import engine as engine_lib, layer_groups
+from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.state import Out, PromptOut
+from tunix.generate.engine.device.state import Out, PromptOut
+from tunix.generate.engine.host import layer_groups
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 VOCAB = toys.VOCAB

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests import toys, toys_text
-from tunix.generate.engine import sequence
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.host import sequence
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
 
 OURS = (sequence.Sequence, Ticket, EngineRequest, Delta)

@@ -9,13 +9,14 @@ import pytest
 
 from tests import toys, toys_text
 from tests.generate import toy_ids
-from tunix.generate.engine import batch, launch
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.device import launch
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.grammar import Grammars
 from tunix.generate.engine.request import EngineRequest, RequestError, Ticket
+from tunix.generate.engine.run import batch
 from tunix.generate.sampler import Sampler
-from tunix.models import quantisation
+from tunix.models import quantization
 from tunix.models.automodel import AutoModel
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -245,8 +246,8 @@ def test_goldens_of_transformers(name, draft_tokens):
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_quantised_models(method):
-  small = quantisation.quantize(toys.model(vocab_size=VOCAB, embed_dim=64), method)
+def test_quantized_models(method):
+  small = quantization.quantize(toys.model(vocab_size=VOCAB, embed_dim=64), method)
   prompts = [np.arange(3, 20), np.arange(50, 55)]
   wanted = Sampler(small, TOKENIZER)(prompts, 16, eos_tokens=[])
   engine = Engine(small, TOKENIZER, EngineConfig(**SIZES))

@@ -7,14 +7,14 @@ from flax import nnx
 
 from tests import toys
 from tests.generate.toy_ids import Ids
-from tests.models.transformer.routing_test import model
+from tests.models.transformer.experts.routing_test import model
 from tunix.generate import scoring
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import Sampler
-from tunix.models.transformer import route_records
+from tunix.models.transformer.experts import route_records
 
 TOKENS = 9
 COMMON = np.arange(1, 10, dtype=np.int32)

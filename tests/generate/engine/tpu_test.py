@@ -14,12 +14,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tunix.generate import decode, layout
-from tunix.generate.engine import arrays, launch, state as state_lib
+from tunix.generate.decoders import layout
+from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.paged_store import PageKeeper
-from tunix.generate.engine.plan import Plan
-from tunix.generate.engine.state import Round
+from tunix.generate.engine.device import launch, state as state_lib
+from tunix.generate.engine.device.state import Round
+from tunix.generate.engine.host.plan import Plan
+from tunix.generate.engine.run import arrays
+from tunix.generate.padded import decode
 from tunix.models import automodel
 from tunix.models.llama3.model import ModelConfig
 from tunix.perf import programs

@@ -15,8 +15,8 @@ from tunix.models.automodel import AutoModel
 from tunix.models.gemma3 import multimodal
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer import params
-from tunix.ops.logprobs import weighted_nll
 from tunix.ops.masks import next_token_targets, positions_from_mask
+from tunix.ops.vocabulary.logprobs import weighted_nll
 from tunix.utils import tree
 
 GOLDEN = checkpoints.GOLDEN / "gemma3_vision"

@@ -9,7 +9,8 @@ from tests.models.gemma3 import towers
 from tunix.models.gemma3 import vision_params
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.vision import VisionConfig
-from tunix.models.transformer import params, sharding
+from tunix.models.transformer import params
+from tunix.models.transformer.shards import sharding
 from tunix.utils import tree
 
 NORM = "vision_tower.vision_model.post_layernorm.weight"

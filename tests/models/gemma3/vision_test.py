@@ -12,7 +12,7 @@ from tests.models import checkpoints
 from tests.models.gemma3 import towers
 from tunix.models.gemma3 import vision
 from tunix.models.gemma3.vision import LayerNorm, VisionConfig
-from tunix.models.transformer import sharding
+from tunix.models.transformer.shards import sharding
 from tunix.utils import mesh as mesh_lib, tree
 
 TOLERANCE = 1e-5  # 5e-7 was reached

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.models.transformer import attention_paths
+from tunix.models.transformer.attention import paths as attention_paths
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
 

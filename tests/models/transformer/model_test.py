@@ -11,10 +11,12 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer import hf_rope, rope, sharding
-from tunix.models.transformer.attention import attend
+from tunix.models.transformer.attention import rope
+from tunix.models.transformer.attention.layer import attend
 from tunix.models.transformer.config import RopeConfig, ShardingRules
-from tunix.models.transformer.layers import RMSNorm
+from tunix.models.transformer.dense.layers import RMSNorm
+from tunix.models.transformer.hf import rope as hf_rope
+from tunix.models.transformer.shards import sharding
 from tunix.utils import mesh as mesh_lib, tree
 
 TOKENS = np.random.default_rng(0).integers(0, toys.VOCAB, (2, 10)).astype(np.int32)

@@ -7,7 +7,7 @@ from tests import toys
 from tests.models import checkpoints
 from tests.models.gemma3 import towers
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer.attention_paths import attend
+from tunix.models.transformer.attention.paths import attend
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.visibility import Visibility
 

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from tests.models.transformer import attention_cases as cases
-from tunix.models.transformer import attention_paths, blockwise, fused, paged
+from tunix.models.transformer.attention import (
+  blockwise,
+  fused,
+  paths as attention_paths,
+)
 from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.paged import attention as paged
 
 
 def with_sinks(case):

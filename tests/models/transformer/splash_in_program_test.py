@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tests import toys
-from tunix.models.transformer import fused, sharding
+from tunix.models.transformer.attention import fused
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
 from tunix.perf.hlo_flops import count_flops
 from tunix.sft.losses import next_token_loss

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.rl.env import fakes
-from tunix.generate import text_size
+from tunix.generate.sizes import text_size
 from tunix.rl.env.env import Action, EnvError, StepResult
 from tunix.rl.env.processes import EnvProcesses
 

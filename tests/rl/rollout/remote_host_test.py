@@ -10,15 +10,15 @@ import pytest
 
 from tests.rl import clusters
 from tests.rl.rollout import hosts as hosts_lib
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.external.rows import EngineError
 from tunix.models import lora
-from tunix.rl import weight_sync
-from tunix.rl.placement import Weights
 from tunix.rl.rollout import remote_host, remote_rollout
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
+from tunix.rl.weights import weight_sync
+from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
 from tunix.serve.settings import ServeSettings
-from tunix.sft.module_state import trained_variables
+from tunix.sft.steps.module_state import trained_variables
 
 KEY = {"impl": "threefry2x32", "words": [0, 7]}
 

@@ -18,14 +18,14 @@ from tests import drills, processes, toys
 from tests.rl import clusters, drill_worker
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts as hosts_lib
-from tunix.rl import weight_sync
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.placement import Weights
 from tunix.rl.rollout import host as host_lib, remote_host
 from tunix.rl.rollout.host import HostError
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
+from tunix.rl.weights import weight_sync
+from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
-from tunix.sft.module_state import trained_variables
+from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import json_arrays
 
 ROLLOUT = {"max_tokens_to_generate": 6, "max_prompt_length": 8}

@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from tunix.cli.build import loading
-from tunix.cli.commands import arguments
-from tunix.cli.commands.arguments import Parser
-from tunix.cli.commands.chat_server import (
+from tunix.cli.commands.parts import arguments
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.commands.parts.chat_server import (
   ChatServer,
   Messages,
   Part,
   Unanswered,
   key_of,
 )
+from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
-from tunix.generate.engine_rows import EngineError
 from tunix.generate.engine_sampler import sampler_of
+from tunix.generate.external.rows import EngineError
 from tunix.utils import terminal
 
 # Streams the reply to a conversation.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import shtab
 
 from tunix.cli import config as config_lib, main as command
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.jobs.table import JOBS
 
 # Commands that take the keys of a configuration, and so have no argparse parser: their

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import data as build_data, loading
-from tunix.cli.commands import data_file
+from tunix.cli.commands.parts import data_file
+from tunix.cli.make import data as build_data, loading
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 from tunix.utils import terminal

@@ -19,11 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import tunix
-from tunix.cli.commands.arguments import Parser
-from tunix.generate import capacity
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.generate.sizes import capacity
 from tunix.perf import chips
 from tunix.sft.checkpoint_manager import CheckpointManager
-from tunix.sft.run_state import RunState
+from tunix.sft.steps.run_state import RunState
 from tunix.utils import mesh as mesh_lib
 
 _PACKAGES = (

@@ -8,17 +8,17 @@ import pathlib
 from collections.abc import Sequence
 
 import tunix
-from tunix.cli.build import export as build_export, loading
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.jobs.rl_settings import RLRun
+from tunix.cli.make import export as build_export, loading
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings.run import ExportSettings
 from tunix.models import hub
 from tunix.models.transformer.model import Transformer
 from tunix.rl.config import Role
-from tunix.sft import run_state
 from tunix.sft.checkpoint_manager import CheckpointManager
-from tunix.sft.run_state import RunState
+from tunix.sft.steps import run_state
+from tunix.sft.steps.run_state import RunState
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.build import loading
-from tunix.cli.commands import arguments
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts import arguments
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
-from tunix.generate import text_size
 from tunix.generate.engine_sampler import sampler_of
+from tunix.generate.sizes import text_size
 from tunix.utils import terminal, text_files
 
 

@@ -10,10 +10,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.cli import config as config_lib
-from tunix.cli.commands.arguments import Parser
+from tunix.cli import config as config_lib, reference
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import from_trl, keys, rates, reference, yaml_text
+from tunix.cli.settings import from_trl, keys, rates, yaml_text
 from tunix.utils import io
 
 # Keys that every job has and most people set first, with values to start from. A job

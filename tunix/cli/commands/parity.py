@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.cli.build import loading
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.make import loading
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter

@@ -13,14 +13,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading, mesh as mesh_axes, optimizer
-from tunix.cli.commands import plan_fit, plan_serve
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.commands.planning import fit as plan_fit, serve as plan_serve
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading, optimizer
 from tunix.cli.run import folder as run_folder
 from tunix.cli.run.settle import settle_values
+from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.perf import programs

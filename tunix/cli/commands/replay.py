@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix.cli.commands import train
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings import keys
-from tunix.rl.journal import FOLDER
-from tunix.sft import metrics_jsonl
+from tunix.rl.schedules.journal import FOLDER
 from tunix.sft.checkpoint_manager import CheckpointManager
-from tunix.sft.run_state import RunState
+from tunix.sft.metrics import jsonl as metrics_jsonl
+from tunix.sft.steps.run_state import RunState
 
 # What a repeated run does not need.
 _WITHOUT = {"export.kind": "none", "logging.tensorboard": False, "logging.wandb": False}

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings import keys
 from tunix.report import page

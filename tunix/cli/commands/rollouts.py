@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build.loading import ModelLoader
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.commands.serve import KEY, read_key
 from tunix.cli.jobs.rl import rollout_configs
 from tunix.cli.jobs.rl_settings import RLRun
+from tunix.cli.make.loading import ModelLoader
 from tunix.cli.run import settle
 from tunix.rl import config as rl_config
 from tunix.rl.rollout.host import RolloutHost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tunix.cli.commands import arguments
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts import arguments
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.commands.serve import KEY, read_key
 from tunix.serve import router
 from tunix.serve.settings import RouteSettings, ServeSettings

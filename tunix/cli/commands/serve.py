@@ -9,11 +9,11 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunix.cli.build import loading
-from tunix.cli.commands import arguments
-from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.parts import arguments
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
-from tunix.generate import decoders
+from tunix.generate.decoders import decoders
 from tunix.generate.engine import replicas
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 
-from tunix.cli import config as config_lib
-from tunix.cli.build import export as build_export, objects
-from tunix.cli.build.loading import ModelLoader
+from tunix.cli import config as config_lib, origins, reference
 from tunix.cli.commands import export as export_command, report
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import export as build_export, objects
+from tunix.cli.make.loading import ModelLoader
 from tunix.cli.run import about, dry_run, folder as run_folder, tiny
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import Prepared, check_model, prepare
@@ -33,16 +33,16 @@ from tunix.cli.run.result import (
   how_to_train_longer,
   read_history,
 )
-from tunix.cli.settings import keys, origins, reference, yaml_text
+from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
 from tunix.report import page
 from tunix.sft import launch
-from tunix.sft.history import History
-from tunix.sft.interrupts import Stopped
-from tunix.sft.run import TrainResult
+from tunix.sft.loop.interrupts import Stopped
+from tunix.sft.loop.run import TrainResult
+from tunix.sft.metrics.history import History
 from tunix.utils import folder_lock, io, mesh as mesh_lib
 from tunix.utils.setting import shared_values
 

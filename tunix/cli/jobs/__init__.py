@@ -1,0 +1,1 @@
+"""The jobs of `tunix train`: their settings, and the functions that run them."""

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.cli.build import data as build_data, mesh as mesh_axes, objects
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.settings import keys
+from tunix.cli.make import data as build_data, objects
+from tunix.cli.make.data import RunData
+from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import Dtype, StreamRun
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
@@ -26,8 +26,8 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
-from tunix.generate import batching
-from tunix.generate.layout import GatherWeights
+from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks

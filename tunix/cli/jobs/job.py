@@ -10,9 +10,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from tunix.cli.build import data as build_data, training
-from tunix.cli.build.data import RunData
-from tunix.cli.build.loading import ModelLoader
+from tunix.cli.make import data as build_data, training
+from tunix.cli.make.data import RunData
+from tunix.cli.make.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings
 from tunix.data.records import Kind
 from tunix.models.transformer.model import Transformer

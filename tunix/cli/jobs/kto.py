@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli.build import data as build_data
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs import preference
 from tunix.cli.jobs.job import Job, Loaded
 from tunix.cli.jobs.preference import PreferenceRun, ResponseSettings, Unusable
+from tunix.cli.make import data as build_data
+from tunix.cli.make.data import RunData
 from tunix.data.records import LABELLED, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter

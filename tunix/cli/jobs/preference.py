@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli.build import data as build_data
 from tunix.cli.jobs.job import Job, Loaded, length_of, micro_batches
+from tunix.cli.make import data as build_data
 from tunix.cli.settings.data import CompletionSettings, RowSettings
 from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.cli.build import optimizer, rewards, training
-from tunix.cli.build.environments import make_env
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.jobs.rl_settings import GRPORun, PPORun, RLRun
+from tunix.cli.make import optimizer, rewards, training
+from tunix.cli.make.environments import make_env
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.data.records import PROMPTS
-from tunix.generate import batching, capacity
+from tunix.generate.sizes import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import algorithms, setup
 from tunix.rl.config import (

@@ -6,8 +6,8 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
-from tunix.cli.build import mesh as mesh_axes
-from tunix.cli.build.rewards import RewardSettings
+from tunix.cli.make.rewards import RewardSettings
+from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings
@@ -15,11 +15,11 @@ from tunix.data.records import PROMPT_ROWS, Kind
 from tunix.rl import algorithms, setup
 from tunix.rl.config import PromptSizes, ScheduleSettings
 from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.experience.samples import Samples
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.ppo.ppo_learner import PPOConfig
 from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.samples import Samples
 from tunix.utils import checks
 from tunix.utils.setting import model_setting, setting
 

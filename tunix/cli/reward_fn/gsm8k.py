@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.rl import maths, reward_fns
+from tunix.rl.reward import functions as reward_fns, maths
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 _INSIDE = r"<answer>((?:(?!<answer>).)*?)</answer>"

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import tunix
-from tunix.cli.build.export import describe_precision
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make.export import describe_precision
 from tunix.cli.run.prepare import Prepared
 from tunix.cli.settings import rates
 from tunix.models import lora

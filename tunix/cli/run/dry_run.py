@@ -10,13 +10,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from tunix.cli.build import optimizer, rewards
 from tunix.cli.jobs.rl_settings import RLRun
+from tunix.cli.make import optimizer, rewards
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import Prepared, trained_of
 from tunix.cli.settings.run import RunSettings
 from tunix.data import show
-from tunix.generate import capacity
+from tunix.generate.sizes import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.pipeline import PROMPTS

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import objects
-from tunix.cli.run import former
+from tunix.cli.make import former, objects
 from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel

@@ -11,15 +11,16 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.cli.build import loading, mesh as mesh_axes, optimizer
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import loading, optimizer
+from tunix.cli.make.data import RunData
 from tunix.cli.run import folder as run_folder, processes
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle
-from tunix.cli.settings import keys
+from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.run import RunSettings
-from tunix.generate import capacity, decoders
+from tunix.generate.decoders import decoders
+from tunix.generate.sizes import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped

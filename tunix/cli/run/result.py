@@ -9,18 +9,18 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.cli.build import data as build_data, loading
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import data as build_data, loading
+from tunix.cli.make.data import RunData
 from tunix.cli.run.folder import export_of
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft.best import Best
-from tunix.sft.history import History
-from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
-from tunix.sft.metrics_records import split_event
+from tunix.sft.metrics.history import History
+from tunix.sft.metrics.jsonl import METRICS_FILE, TIMINGS_FILE
+from tunix.sft.metrics.records import split_event
 from tunix.utils import terminal, text_files
 
 # "train_loss", "eval_loss", "train_accuracy", ...: the metrics of all jobs.

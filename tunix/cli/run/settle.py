@@ -10,10 +10,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli.build import data as build_data, data_sources, objects, optimizer
-from tunix.cli.build.data import RunData
-from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.make import data as build_data, data_sources, objects, optimizer
+from tunix.cli.make.data import RunData
+from tunix.cli.make.loading import ModelLoader
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.cli.utils import call_strings

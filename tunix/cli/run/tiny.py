@@ -18,13 +18,12 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import mesh as mesh_axes
-from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.rl_settings import PromptSettings
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import keys
+from tunix.cli.make.loading import ModelLoader
+from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.run import RunSettings
-from tunix.generate import tokenizer_loading
+from tunix.generate.tokenizer import loading as tokenizer_loading
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import tiny as tiny_models
 from tunix.models.automodel import AutoModel

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from tunix.data import files, mixture
-from tunix.data.reasoning import Reasoning
+from tunix.data.reading import files, mixture
 from tunix.data.rows import OneRow, check_lengths
-from tunix.generate import chat_template
+from tunix.data.turns.reasoning import Reasoning
+from tunix.generate.tokenizer import chat_template
 from tunix.utils import checks
 from tunix.utils.setting import setting
 

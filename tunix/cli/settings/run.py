@@ -11,12 +11,11 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from tunix.cli.build import mesh as mesh_axes
-from tunix.cli.settings import export as export_settings
+from tunix.cli.settings import export as export_settings, mesh as mesh_axes
 from tunix.cli.settings.data import DataSettings, StreamSettings
 from tunix.cli.settings.export import Dtype, ExportSettings
 from tunix.data.records import Kind
-from tunix.generate import chat_template
+from tunix.generate.tokenizer import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks

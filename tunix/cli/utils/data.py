@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 from tunix.cli.utils import call_strings
-from tunix.data import chat, map_datasets as maps
-from tunix.data.prompts import PROMPTS
+from tunix.data import chat
+from tunix.data.batching import map_datasets as maps
+from tunix.data.batching.prompts import PROMPTS
 from tunix.generate import tokenizer_adapter
 
 _DEFAULT = "create_dataset"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.distillation.feature_extraction import sowed_module
-from tunix.sft.module_state import is_lora
+from tunix.sft.steps.module_state import is_lora
 
 
 class ModelWithFeatureProjection(nnx.Module):

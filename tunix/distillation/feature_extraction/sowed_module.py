@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models.transformer import dropout
+from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.model import Transformer
 
 _TAG = "intermediate_output"

@@ -23,7 +23,7 @@ from tunix.ops import distill
 from tunix.ops.distill import Divergence, TopK
 from tunix.ops.distill_hidden import Distillation, States, weighted_distillation
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_softmax import Layout
+from tunix.ops.vocabulary.softmax import Layout
 from tunix.utils import checks
 from tunix.utils.metric import SAME, Metric
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.data import map_datasets as maps
+from tunix.data.batching import map_datasets as maps
 from tunix.sft.config import TrainingInput
 from tunix.utils import optional
 

@@ -9,11 +9,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import adapter_files, lora_modules, whole_modules
-from tunix.models.lora_modules import Adapter
-from tunix.models.transformer import params, sharding
+from tunix.models.adapters import files as adapter_files, lora_modules, whole_modules
+from tunix.models.adapters.lora_modules import Adapter
+from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding
 from tunix.utils import mesh as mesh_lib
 
 Source = str | os.PathLike[str] | Transformer | Mapping[str, Adapter]

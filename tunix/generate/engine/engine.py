@@ -1,9 +1,9 @@
 """The engine: continuous batching over a paged key-value cache.
 
 A fixed number of completions run at the same time, each in a slot. One `step` is a
-launch of a few rounds on the device (launch.py); before it the scheduler fills free
-slots and pages (scheduler.py), after it the host hands out what was drawn. The engine
-runs the weights and the decoder of the trainer.
+launch of a few rounds on the device (device/launch.py); before it the scheduler fills
+free slots and pages (host/scheduler.py), after it the host hands out what was drawn.
+The engine runs the weights and the decoder of the trainer.
 
 The tokens of a completion depend on its request only: not on other requests, slots,
 the order of arrival, the size of a launch, preemption, shared pages or drafts. Their
@@ -18,32 +18,31 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from tunix.generate.engine import (
-  adapter_sources,
-  arrival,
-  batch,
-  draft_model as draft_lib,
-  layer_groups,
-  pages as pages_lib,
-  recorded,
-  results,
-  slot_state,
-)
+from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.engine import adapter_sources
+from tunix.generate.engine.cache import slot_state
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device import Device
-from tunix.generate.engine.draft_policy import DraftPolicy
-from tunix.generate.engine.launches import Launches
-from tunix.generate.engine.open_requests import OpenRequests
+from tunix.generate.engine.host import layer_groups, pages as pages_lib
+from tunix.generate.engine.host.draft_policy import DraftPolicy
+from tunix.generate.engine.host.open_requests import OpenRequests
+from tunix.generate.engine.host.scheduler import Scheduler
+from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import (
   Completion,
   EngineDead,
   EngineRequest,
   Ticket,
 )
-from tunix.generate.engine.scheduler import Scheduler
-from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.run import (
+  arrival,
+  batch,
+  draft_model as draft_lib,
+  recorded,
+  results,
+)
+from tunix.generate.engine.run.device import Device
+from tunix.generate.engine.run.launches import Launches
 from tunix.generate.engine.stats import EngineStats
-from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
@@ -180,8 +179,8 @@ class Engine:
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
 
-    Inside `programs.recording` nothing runs (see recorded.py), and the engine is closed
-    afterwards, so that each call of a plan has an engine of its own size.
+    Inside `programs.recording` nothing runs (see run/recorded.py), and the engine is
+    closed afterwards, so that each call of a plan has an engine of its own size.
     """
     if programs.is_recording():
       first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))

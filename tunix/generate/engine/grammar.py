@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.request import RequestError
-from tunix.generate.token_bytes import token_bytes
+from tunix.generate.engine.token_bytes import token_bytes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import optional
 

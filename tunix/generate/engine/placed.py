@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine, UpdateMode
-from tunix.models.transformer import sharding
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding
 from tunix.utils import mesh as mesh_lib
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tunix.generate.options import SamplingOptions
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.utils import checks
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
@@ -180,9 +180,9 @@ class Delta:
     top: the most likely tokens at each position, or None.
     versions: int32 [n], number of the weights that drew each token.
     routes: in the last delta of a completion that has tokens, the experts of the tokens
-      of its prompt and of all of its tokens, [T + n, M, k], see route_records.py. The
-      last token has none, as it was never run. None without
-      `EngineConfig.record_routes`.
+      of its prompt and of all of its tokens, [T + n, M, k], see
+      experts/route_records.py. The last token has none, as it was never run. None
+      without `EngineConfig.record_routes`.
     finish_reason: "eos", "stop" (a stop string), "length", "cancelled" or "error" in
       the last delta of a completion; None before.
   """

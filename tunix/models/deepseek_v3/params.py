@@ -6,8 +6,12 @@ from typing import Any
 
 from tunix.models.deepseek_v3.model import DeepseekV3, ModelConfig
 from tunix.models.family import Family, presets_of
-from tunix.models.transformer import hf_config, hf_mla, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  mla as hf_mla,
+  values as hf_values,
+)
 from tunix.models.transformer.params import HARMLESS
 from tunix.utils import checks
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma.model import Gemma, ModelConfig
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.gemma3.image_tokens import ImageTokens, image_groups, scatter_images
 from tunix.models.gemma3.model import Gemma3, ModelConfig
 from tunix.models.gemma3.vision import Projector, VisionConfig, VisionTower
-from tunix.models.transformer import explicit
 from tunix.models.transformer.cache import KVCache
+from tunix.models.transformer.shards import explicit
 
 _VISION = VisionConfig()
 _TOKENS = ImageTokens()

@@ -8,8 +8,9 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma3 import params as text_params, vision_params
 from tunix.models.gemma3.multimodal import MultimodalConfig, MultimodalGemma3
-from tunix.models.transformer import hf_config, params
+from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config
 
 NAMES: params.NameTable = {
   **vision_params.VISION,

@@ -7,8 +7,12 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma import params as gemma_params
 from tunix.models.gemma3.model import TEXT_SIZES, Gemma3, ModelConfig
-from tunix.models.transformer import hf_config, hf_rope, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  rope as hf_rope,
+  values as hf_values,
+)
 
 # Fields that gemma's reader must not see: rotary settings are given per kind of layer,
 # and transformers' Gemma 3 does not apply the cap.

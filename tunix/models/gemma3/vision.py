@@ -19,10 +19,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tunix.models.transformer import sharding
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
+from tunix.models.transformer.dense.layers import Linear, fresh, gelu_tanh, param
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear, fresh, gelu_tanh, param
+from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.unstack import layer_states
 from tunix.utils import checks
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.vision import CHANNELS, VisionConfig
-from tunix.models.transformer.hf_config import check_supported
-from tunix.models.transformer.hf_values import HfConfig, integer, number
+from tunix.models.transformer.hf.config import check_supported
+from tunix.models.transformer.hf.values import HfConfig, integer, number
 from tunix.models.transformer.params import HfName, NameTable
 from tunix.utils import checks
 

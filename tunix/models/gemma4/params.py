@@ -11,8 +11,12 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma4.model import Gemma4, ModelConfig, experts
-from tunix.models.transformer import hf_config, hf_rope, hf_values
 from tunix.models.transformer.config import TransformerConfig, fields_by_type
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  rope as hf_rope,
+  values as hf_values,
+)
 from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
 from tunix.utils import checks
 

@@ -10,8 +10,12 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.gpt_oss import model as gpt_oss
 from tunix.models.gpt_oss.model import GptOss, ModelConfig
-from tunix.models.transformer import hf_config, hf_moe, hf_values
 from tunix.models.transformer.config import ClampedGate, TransformerConfig
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  moe as hf_moe,
+  values as hf_values,
+)
 from tunix.models.transformer.params import DECODER, HfName, NameTable
 
 # transformers' values of absent fields.

@@ -7,8 +7,8 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.granite import params as granite
 from tunix.models.granite4.model import Granite4, ModelConfig
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 from tunix.models.transformer.params import DECODER, HfName, NameTable
 
 # Field -> the values that this family supports: no experts, and below no recurrence.

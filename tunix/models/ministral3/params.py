@@ -12,8 +12,8 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.ministral3.model import Ministral3, ModelConfig
 from tunix.models.mistral import params as mistral_params
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 from tunix.models.transformer.params import HARMLESS
 
 # transformers' values of absent fields.

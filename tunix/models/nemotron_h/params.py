@@ -6,13 +6,13 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.nemotron_h.model import ModelConfig, NemotronH, layer_fields
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import (
   LayerType,
   Mamba2Config,
   MoEConfig,
   TransformerConfig,
 )
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 from tunix.models.transformer.params import HfName, NameTable
 from tunix.utils import checks
 

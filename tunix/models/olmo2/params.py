@@ -6,8 +6,8 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.olmo2.model import ModelConfig, Olmo2
-from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:

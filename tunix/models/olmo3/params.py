@@ -6,8 +6,12 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.olmo3.model import ModelConfig, Olmo3
-from tunix.models.transformer import hf_config, hf_rope, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  rope as hf_rope,
+  values as hf_values,
+)
 
 # transformers' values of absent fields.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}

@@ -9,8 +9,8 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.mistral.params import one_window
 from tunix.models.phi3.model import ModelConfig, Phi3
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 
 # transformers' values of absent fields.
 _DEFAULTS = {

@@ -8,8 +8,12 @@ from typing import Any
 from tunix.models.family import Family, Preset, presets_of
 from tunix.models.qwen2 import params as qwen2_params
 from tunix.models.qwen3.model import ModelConfig, Qwen3
-from tunix.models.transformer import hf_config, hf_moe, hf_values
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
+from tunix.models.transformer.hf import (
+  config as hf_config,
+  moe as hf_moe,
+  values as hf_values,
+)
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:

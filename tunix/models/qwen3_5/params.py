@@ -13,7 +13,6 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.qwen3_5.model import ModelConfig, Qwen3p5, pattern
-from tunix.models.transformer import hf_config, hf_rope
 from tunix.models.transformer.config import (
   DeltaNetConfig,
   LayerType,
@@ -21,7 +20,8 @@ from tunix.models.transformer.config import (
   TransformerConfig,
   fields_by_type,
 )
-from tunix.models.transformer.hf_values import integer, layers, number
+from tunix.models.transformer.hf import config as hf_config, rope as hf_rope
+from tunix.models.transformer.hf.values import integer, layers, number
 from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
 
 # transformers' values of absent fields.

@@ -16,9 +16,9 @@ from typing import Any
 from tunix.models.family import Family, presets_of
 from tunix.models.qwen3_5 import params as qwen3_5
 from tunix.models.qwen3_5_moe.model import ModelConfig, Qwen3p5Moe, experts
-from tunix.models.transformer import hf_config, hf_moe
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.hf_values import EXPERTS, integer
+from tunix.models.transformer.hf import config as hf_config, moe as hf_moe
+from tunix.models.transformer.hf.values import EXPERTS, integer
 from tunix.models.transformer.params import HfName, NameTable
 
 # transformers' values of absent fields.

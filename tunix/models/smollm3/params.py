@@ -6,8 +6,8 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.smollm3.model import ModelConfig, SmolLM3
-from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import LayerType, TransformerConfig
+from tunix.models.transformer.hf import config as hf_config, values as hf_values
 
 # transformers' values of absent fields.
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0}

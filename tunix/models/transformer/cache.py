@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix.models.transformer.config import LayerKind
-from tunix.models.transformer.recurrence import RowState
+from tunix.models.transformer.recurrences.recurrence import RowState
 
 
 class LayerCache(Protocol):
@@ -47,7 +47,7 @@ class KVCache:
 
   Attributes:
     k, v: one buffer [B, K, S, H] per layer. The buffer of a sliding layer has at most
-      as many slots as its window (see ring.py).
+      as many slots as its window (see attention/ring.py).
     index: slot of the next token, int32 scalar. All rows share it: shorter prompts are
       padded on the left and masked.
     slots: number of slots S of a row; None for that of the first layer's buffer.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix.models.transformer import config_checks
-from tunix.models.transformer.config_checks import (
+from tunix.models.transformer.configs import checks as config_checks
+from tunix.models.transformer.configs.checks import (
   ATTENTION as ATTENTION,
   LAYER_INPUT as LAYER_INPUT,
   REMAT_POLICIES as REMAT_POLICIES,
@@ -19,17 +19,19 @@ from tunix.models.transformer.config_checks import (
   LayerType as LayerType,
   TypeFields as TypeFields,
 )
-from tunix.models.transformer.mixer_config import (
+from tunix.models.transformer.configs.mixer import (
   DeltaNetConfig as DeltaNetConfig,
   Mamba2Config as Mamba2Config,
 )
-from tunix.models.transformer.mla_config import MLAConfig as MLAConfig
-from tunix.models.transformer.moe_config import (
+from tunix.models.transformer.configs.mla import MLAConfig as MLAConfig
+from tunix.models.transformer.configs.moe import (
   ClampedGate as ClampedGate,
   MoEConfig as MoEConfig,
 )
-from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
-from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
+from tunix.models.transformer.configs.rope import RopeConfig as RopeConfig
+from tunix.models.transformer.configs.sharding_rules import (
+  ShardingRules as ShardingRules,
+)
 from tunix.utils import checks, mesh as mesh_lib
 
 # On a CPU stacks with fewer layers are unrolled by default: scanning 8 layers costs

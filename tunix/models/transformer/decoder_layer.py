@@ -9,24 +9,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.models.transformer import rope, sharding
-from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.beside import ExpertsBeside
+from tunix.models.transformer.attention import rope
+from tunix.models.transformer.attention.layer import Attention, KeysValues, Kind
+from tunix.models.transformer.attention.mla import MLA
+from tunix.models.transformer.attention.rope import Angles
 from tunix.models.transformer.config import (
   DeltaNetConfig,
   MoEConfig,
   TransformerConfig,
 )
-from tunix.models.transformer.delta_net import GatedDeltaNet
+from tunix.models.transformer.dense.layers import ACTIVATIONS
+from tunix.models.transformer.dense.mlp import MLP, FusedGatedMLP, GatedMLP
+from tunix.models.transformer.experts.beside import ExpertsBeside
+from tunix.models.transformer.experts.moe import MoE
+from tunix.models.transformer.experts.routing import LayerRoutes
 from tunix.models.transformer.layer_inputs import LayerInputGate
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS
-from tunix.models.transformer.mamba2 import Mamba2
-from tunix.models.transformer.mla import MLA
-from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
-from tunix.models.transformer.moe import MoE
-from tunix.models.transformer.rope import Angles
-from tunix.models.transformer.routing import LayerRoutes
+from tunix.models.transformer.recurrences.delta_net import GatedDeltaNet
+from tunix.models.transformer.recurrences.mamba2 import Mamba2
+from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
 
 

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.transformer import kv_sharing, qwix_seam, structures
+from tunix.models.transformer import structures
+from tunix.models.transformer.attention import kv_sharing
 from tunix.models.transformer.config import (
   LAYER_INPUT,
   REMAT_POLICIES,
   TransformerConfig,
 )
 from tunix.models.transformer.decoder_layer import DecoderLayer
+from tunix.models.transformer.dense import qwix_seam
 from tunix.utils import mesh as mesh_lib
 
 

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.dense.layers import ACTIVATIONS
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS
 
 
 class LayerInputs(nnx.Module):

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models.transformer import sharding
 from tunix.models.transformer.config import MoEConfig, ShardingRules
-from tunix.models.transformer.layers import (
+from tunix.models.transformer.dense.layers import (
   Embedding,
   FrozenParam,
   Linear,
@@ -19,6 +18,7 @@ from tunix.models.transformer.layers import (
   fresh,
   param,
 )
+from tunix.models.transformer.shards import sharding
 
 
 @dataclasses.dataclass(frozen=True)

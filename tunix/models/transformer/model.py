@@ -15,29 +15,23 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.transformer import (
-  cache as cache_lib,
-  cpu_products,
-  dropout,
-  explicit,
-  kv_sharing,
-  qwix_seam,
-  rope,
-  routing,
-  sharding,
-)
+from tunix.models.transformer import cache as cache_lib
+from tunix.models.transformer.attention import kv_sharing, rope
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.cpu_products import TiledKernel
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.decoder_layers import DecoderLayers
+from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
+from tunix.models.transformer.dense.cpu_products import TiledKernel
+from tunix.models.transformer.dense.layers import Linear
+from tunix.models.transformer.experts import routing
 from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.shards import explicit, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
-from tunix.ops.vocab_softmax import Layout, soft_cap
+from tunix.ops.vocabulary.softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
@@ -231,7 +225,7 @@ class Transformer(DecoderLayers):
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
-    """Returns small arguments of a call, which qwix traces (see qwix_seam.py).
+    """Returns small arguments of a call, which qwix traces (see dense/qwix_seam.py).
 
     Use: `qwix.apply_lora_to_model(model, provider, **model.get_model_input())`.
     """

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.data.chat import TEMPLATE_DATE
-from tunix.generate import tool_calls
-from tunix.generate.template_limits import ChatTemplateError
+from tunix.generate.answers import tool_calls
+from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.env import Action, EnvError, Message, Observation

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tunix.rl.reward_outcomes import LARGEST
+from tunix.rl.reward.outcomes import LARGEST
 
 Message = dict[str, Any]
 Observation = Any

@@ -15,10 +15,10 @@ import signal
 import socket
 from typing import Any
 
-from tunix.rl import reward_worker
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.env import Action, EnvError
-from tunix.rl.reward_outcomes import describe
+from tunix.rl.reward import worker as reward_worker
+from tunix.rl.reward.outcomes import describe
 
 
 def main(descriptor: int) -> None:

@@ -18,9 +18,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tunix.rl import reward_pool, reward_worker
 from tunix.rl.env.env import Action, EnvError, StepResult
-from tunix.rl.reward_outcomes import describe, name_of
+from tunix.rl.reward import pool as reward_pool, worker as reward_worker
+from tunix.rl.reward.outcomes import describe, name_of
 from tunix.utils import processes
 
 _MAX_ANSWER = 64 << 20  # bytes

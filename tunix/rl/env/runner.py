@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunix.generate import text_size
+from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.calls import Calls, Id
@@ -26,8 +26,8 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.live import Group, Live, MakeGroup
 from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.reward_outcomes import describe, message_of
-from tunix.rl.reward_pool import START_TIMEOUT_S
+from tunix.rl.reward.outcomes import describe, message_of
+from tunix.rl.reward.pool import START_TIMEOUT_S
 
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed

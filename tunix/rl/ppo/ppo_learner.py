@@ -17,7 +17,7 @@ from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
-from tunix.sft.shared_steps import Call
+from tunix.sft.steps.shared_steps import Call
 from tunix.utils import checks
 
 

@@ -12,12 +12,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.generate import batching, layout
+from tunix.generate.decoders import layout
+from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.engine import Engine
-from tunix.generate.layout import GatherWeights
-from tunix.generate.options import SamplingOptions
-from tunix.rl import placement
-from tunix.rl.placement import Weights
+from tunix.generate.sizes import batching
+from tunix.rl.weights import placement
+from tunix.rl.weights.placement import Weights
 from tunix.utils import checks
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate.base_sampler import BaseSampler
-from tunix.rl.placement import WeightSyncError
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
+from tunix.rl.weights.placement import WeightSyncError
 
 URL = 'the address of a running server, such as "http://localhost:8000"'
 # Prompts of `fingerprint`. Small ids are in every vocabulary.

@@ -25,12 +25,12 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate.tokenizer_adapter import adapted
-from tunix.rl import placement, weight_sync
 from tunix.rl.env.policy import Draw
 from tunix.rl.rollout import shared_rollout, turns
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-from tunix.sft.module_state import trained_variables
+from tunix.rl.weights import placement, weight_sync
+from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import json_arrays, mesh as mesh_lib
 
 # Codes of `HostError`.

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tunix.generate.engine_http import Client, Refused
-from tunix.generate.engine_rows import EngineError
-from tunix.rl.placement import Weights
+from tunix.generate.external.http import Client, Refused
+from tunix.generate.external.rows import EngineError
 from tunix.rl.rollout import host as host_lib
+from tunix.rl.weights.placement import Weights
 from tunix.utils import checks, terminal
 
 _log = logging.getLogger(__name__)

@@ -26,13 +26,13 @@ from flax import nnx
 from tunix.generate.outputs import fill_id
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.placement import Weights
 from tunix.rl.rollout import host as host_lib, shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.engine_rollout import take_options
 from tunix.rl.rollout.remote_host import RemoteHost
 from tunix.rl.rollout.shared_rollout import SharedRollout
-from tunix.sft.module_state import trained_variables
+from tunix.rl.weights.placement import Weights
+from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import env, json_arrays, mesh as mesh_lib
 
 KEY = "TUNIX_API_KEY"

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from tunix.rl import local_arrays
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.rl.weights import local_arrays
 from tunix.utils import coordination, json_arrays
 
 # Seconds that a process waits for the others' completions after its own are drawn.

@@ -13,9 +13,9 @@ import numpy as np
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import Delta, EngineRequest, Ticket
-from tunix.rl import local_arrays
 from tunix.rl.env.policy import Draw, Drawn, Policy
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
+from tunix.rl.weights import local_arrays
 
 
 @contextlib.contextmanager

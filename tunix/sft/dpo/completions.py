@@ -17,7 +17,7 @@ from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
-from tunix.sft.module_state import ModuleState
+from tunix.sft.steps.module_state import ModuleState
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:

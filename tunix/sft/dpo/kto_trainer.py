@@ -29,8 +29,8 @@ from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.sft.shared_steps import Call
-from tunix.sft.train_step import BatchLoss
+from tunix.sft.steps.shared_steps import Call
+from tunix.sft.steps.train_step import BatchLoss
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 

@@ -14,13 +14,14 @@ from flax import nnx
 
 from tunix.data import batches as reading, render
 from tunix.data.batches import PAIR
-from tunix.data.store import RowStore, row_key
+from tunix.data.reading.store import RowStore, row_key
 from tunix.models.backbone import reference_of
-from tunix.sft import inference, stamp
+from tunix.sft import inference
+from tunix.sft.checkpoints import stamp
 from tunix.sft.dpo.completions import logps_of, token_columns
 from tunix.sft.dpo.preference_config import DPOTrainingConfig
 from tunix.sft.losses import batch_fields
-from tunix.sft.module_state import is_lora
+from tunix.sft.steps.module_state import is_lora
 from tunix.utils import coordination, mesh as mesh_lib, tree
 from tunix.utils.io import write_json
 

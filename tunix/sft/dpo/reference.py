@@ -9,10 +9,10 @@ import jax
 from flax import nnx
 
 from tunix.models.backbone import reference_of, share_variables
-from tunix.models.transformer import sharding
+from tunix.models.transformer.shards import sharding
 from tunix.sft import inference, sharding_utils
 from tunix.sft.dpo.completions import logps_of
-from tunix.sft.module_state import ModuleState, is_lora, trained_variables
+from tunix.sft.steps.module_state import ModuleState, is_lora, trained_variables
 from tunix.utils import mesh as mesh_lib
 
 

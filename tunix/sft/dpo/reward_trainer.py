@@ -22,8 +22,8 @@ from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.sft.shared_steps import Call
-from tunix.sft.train_step import BatchLoss
+from tunix.sft.steps.shared_steps import Call
+from tunix.sft.steps.train_step import BatchLoss
 from tunix.utils import checks
 
 __all__ = ["DataInput", "RewardConfig", "RewardTrainer", "TrainingInput"]

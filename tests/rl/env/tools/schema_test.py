@@ -3,8 +3,8 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from tunix.rl import json_schema
 from tunix.rl.env.tools.schema import checked_form, function_schema
+from tunix.rl.reward import json_schema
 
 
 class Unit(enum.Enum):

@@ -12,14 +12,14 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.data import files
-from tunix.data.prompts import PROMPTS, PromptText
+from tunix.data.batching.prompts import PROMPTS, PromptText
+from tunix.data.reading import files
 from tunix.data.records import PROMPT_IDS_COLUMN, PROMPT_ROWS
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.generate.engine_sampler import sampler_of
-from tunix.rl.evaluation import pass_at_k
-from tunix.rl.rewards import RewardManager, RewardOutput
+from tunix.rl.experience.evaluation import pass_at_k
+from tunix.rl.reward.rewards import RewardManager, RewardOutput
 from tunix.utils import coordination
 
 

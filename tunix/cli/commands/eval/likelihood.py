@@ -10,8 +10,9 @@ import numpy as np
 from tunix.cli.commands.eval import scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
-from tunix.data import chat as chats, files
+from tunix.data import chat as chats
 from tunix.data.chat import Rendered
+from tunix.data.reading import files
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 

@@ -12,21 +12,21 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli.build import loading, rewards
-from tunix.cli.commands import arguments
-from tunix.cli.commands.arguments import Parser
 from tunix.cli.commands.eval import generation, likelihood, pairs, results
 from tunix.cli.commands.eval.results import Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.cli.run import fingerprints, folder as run_folder, processes as several
+from tunix.cli.commands.parts import arguments
+from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.make import fingerprints, loading, rewards
+from tunix.cli.run import folder as run_folder, processes as several
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings
-from tunix.data import files
+from tunix.data.reading import files
 from tunix.data.records import PROMPT_ROWS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import adapter_files
+from tunix.models.adapters import files as adapter_files
 from tunix.models.transformer.model import Transformer
-from tunix.rl.rewards import RewardManager
+from tunix.rl.reward.rewards import RewardManager
 from tunix.utils import checks, terminal
 
 _SAMPLING = ("seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings")

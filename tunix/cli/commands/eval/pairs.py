@@ -9,11 +9,12 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
-from tunix.data import files, render
+from tunix.data import render
 from tunix.data.chat import Rendered
+from tunix.data.reading import files
+from tunix.data.reading.stored import Records
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
-from tunix.data.stored import Records
 from tunix.models.transformer.model import Transformer
 
 

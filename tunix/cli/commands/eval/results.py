@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.cli.commands import tables
+from tunix.cli.commands.parts import tables
 from tunix.report import samples
 from tunix.utils import io
 

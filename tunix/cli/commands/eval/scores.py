@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tunix.generate import batching, scoring
+from tunix.generate import scoring
+from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft import inference

@@ -9,10 +9,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tunix.rl import json_schema
 from tunix.rl.env import threads
 from tunix.rl.env.tools import schema as schemas
 from tunix.rl.env.tools.results import MAX_CHARS, ToolResult, as_text, bounded
+from tunix.rl.reward import json_schema
 from tunix.utils import checks
 
 _MAX_SHOWN = 200  # characters of a wrong value that an answer repeats

@@ -1,0 +1,79 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tunix.rl import common
+from tunix.rl.common import Rollouts
+from tunix.rl.env.env import Action
+from tunix.rl.env.episode import Episode, Turn
+from tunix.rl.experience import saved_rollouts
+from tunix.rl.pipeline import prompt_batch
+from tunix.rl.reward.outcomes import Failed, TimedOut, Value
+from tunix.rl.reward.rewards import RewardOutput
+
+
+def rollouts(**columns):
+  action = Action([5, 1], text="5", message={"role": "assistant", "content": "5"})
+  turn = Turn(
+    prompt=np.array([2, 3], np.int32),
+    action=action,
+    logps=np.array([-0.1, -0.2], np.float32),
+    reward=0.5,
+    logs={"page": object()},
+  )
+  episode = Episode(turns=[turn], messages=[{"role": "user", "content": "2 3"}])
+  outcomes = {"a": [Value(0.1), Failed("why")], "b": [Value(1.0), TimedOut(2.0)]}
+  batch = prompt_batch({"prompts": [[2, 3]], **columns}, number=3)
+  return Rollouts(
+    batch=batch,
+    text=["5", "7"],
+    finish_reasons=["done", "failed"],
+    prompt_ids=np.array([[2, 3], [2, 3]], np.int32),
+    prompt_mask=np.ones((2, 2), bool),
+    completion_ids=np.array([[5, 1], [7, 0]], np.int32),
+    completion_mask=np.array([[True, True], [True, False]]),
+    rollout_logps=np.array([[-0.1, -0.2], [-np.pi, 0]], np.float32),
+    versions=np.array([[4, 4], [4, 0]], np.int32),
+    group_size=2,
+    episodes=[episode, Episode(failure="no")],
+    rewards=RewardOutput(outcomes=outcomes, weights={"a": 0.5}),
+    scores=np.array([[0.1, np.nan]]),
+  )
+
+
+def test_rollouts_return_from_json_as_they_were():
+  before = rollouts(answer=["x"])
+  after = saved_rollouts.from_json(
+    json.loads(json.dumps(saved_rollouts.to_json(before)))
+  )
+  for field in dataclasses.fields(Rollouts):
+    a, b = getattr(before, field.name), getattr(after, field.name)
+    if isinstance(a, np.ndarray):
+      np.testing.assert_array_equal(a, b)
+      assert a.dtype == b.dtype
+    elif field.name != "episodes":
+      assert a == b, field.name
+  (turn,), (again,) = before.episodes[0].turns, after.episodes[0].turns
+  assert vars(again.action) == vars(turn.action) and again.action == turn.action
+  assert again.prompt.tolist() == [2, 3] and again.reward == 0.5
+  assert after.episodes[1].failure == "no"
+  assert after.episodes[0].messages == before.episodes[0].messages
+
+
+def test_rollouts_without_recorded_routes_join_those_with_them():
+  # A group whose environments all failed has drawn nothing.
+  failed = rollouts(answer=["x"])
+  routes = np.arange(1, 13, dtype=np.uint8).reshape(2, 1, 3, 2)
+  some = {"prompt_routes": routes, "completion_routes": routes}
+  both = common.joined([failed, dataclasses.replace(failed, **some)])
+  assert both.prompt_routes.shape == (4, 1, 3, 2) and both.prompt_ids.shape == (4, 2)
+  assert not both.completion_routes[:2].any()
+  np.testing.assert_array_equal(both.completion_routes[2:], routes)
+  assert both.completion_routes.dtype == np.uint8
+
+
+def test_a_column_that_is_not_json_is_named():
+  with pytest.raises(TypeError, match=r"cannot be saved as JSON.*complex"):
+    saved_rollouts.to_json(rollouts(answer=[1j]))

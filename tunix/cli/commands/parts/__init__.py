@@ -1,0 +1,1 @@
+"""What commands share: arguments, tables, data files, the server of the chat page."""

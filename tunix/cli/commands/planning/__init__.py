@@ -1,0 +1,1 @@
+"""Parts of `tunix plan`: the settings that fit, and plans of servers."""

@@ -1,0 +1,405 @@
+"""Builds the data of a run from its configuration: records, a scan, batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import tunix
+from tunix.cli.make import (
+  data_sources,
+  environments,
+  fingerprints,
+  rewards,
+  widths as build_widths,
+)
+from tunix.cli.settings import mesh as mesh_axes
+from tunix.cli.settings.data import RowSettings, StreamSettings
+from tunix.cli.settings.run import RunSettings, StreamRun
+from tunix.data import pipeline
+from tunix.data.batching.prompts import PromptBatches
+from tunix.data.reading.mixture import Mixture
+from tunix.data.reading.stored import Records
+from tunix.data.records import (
+  PROMPT_COLUMN,
+  PROMPT_IDS_COLUMN,
+  PROMPT_ROWS,
+  SFT,
+  Kind,
+)
+from tunix.data.scan import Report, scan
+from tunix.data.source import Source, layout_type
+from tunix.data.widths import Widths
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+
+def _row_settings(config: RunSettings, kind: Kind) -> dict[str, Any]:
+  """Returns the values of the keys that set the rows, by argument of the data layer."""
+  return {n: operator.attrgetter(k)(config) for n, k in config.row_keys(kind).items()}
+
+
+def _source(
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Records
+) -> Source:
+  kind, data = records.kind, config.data
+  settings = _row_settings(config, kind)
+  options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
+  if isinstance(data, StreamSettings):
+    options["reasoning"] = data.reasoning or "error"
+  layout: Any = layout_type(kind)
+  return Source(
+    records=records,
+    kind=kind,
+    tokenizer=tokenizer,
+    layout=layout(**settings),
+    overlong=data.overlong,
+    chat=data.chat,
+    template_kwargs=data.template_args,
+    **options,
+  )
+
+
+@contextlib.contextmanager
+def naming(keys: Mapping[str, str]) -> Iterator[None]:
+  """Replaces argument names of the data layer by keys in the errors of a block.
+
+  Args:
+    keys: argument -> key, besides those of the section `data`.
+  """
+  names = {n: f"data.{n}" for n in ("overlong", "chat", "reasoning")} | dict(keys)
+  try:
+    yield
+  except ValueError as error:
+    arguments = "|".join(names)
+    pattern = rf"(?<![\w.])(?:{arguments})(?= is | \d|: | to |,)"
+    text = str(error)
+    text = text.replace(
+      "give one with chat_template=...",
+      "set tokenizer.chat_template to a file with a chat template",
+    )
+    if "unusable" not in keys:  # this job has no key for it
+      text = text.replace(', or set unusable to "drop"', "")
+    text = re.sub(pattern, lambda match: names[match[0]], text)
+    raise ValueError(text) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunData:
+  """The data that a run trains and evaluates on.
+
+  Attributes:
+    train: iterable of batches for training; micro-batches, or batches of prompts in RL.
+    eval: iterable of batches, started anew for every evaluation; None without
+      evaluation.
+    reports: report of the scan of "train" and "eval", see `tunix.data.scan`.
+    scans: the reports as JSON, each with a digest of everything it depends on. Empty in
+      RL, where the prompts are read again at every start.
+    fingerprints: SHA-256 of files, tokenizer, chat template, models and reward
+      functions.
+    num_steps: optimizer steps until the run ends; None if not known in advance.
+    widths: widths of the rows of "train" and "eval"; empty if only the settings decide
+      them.
+  """
+
+  train: Iterable[Any]
+  eval: Iterable[Any] | None
+  reports: dict[str, Any]
+  scans: dict[str, dict[str, Any]]
+  fingerprints: dict[str, str]
+  num_steps: int | None
+  widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
+
+
+def open_records(config: RunSettings) -> dict[str, Records]:
+  """Opens the sources of `data.train` and `data.eval` without checking the records.
+
+  Raises:
+    ValueError: data.train is not set.
+    FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
+      `data_sources.open_records`.
+  """
+  return {
+    name: data_sources.open_records(
+      names, config.kind(training=name == "train"), weights, config.data.columns
+    )
+    for name, names, weights in config.data.sources()
+  }
+
+
+def scan_records(
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: dict[str, Records],
+  kept: dict[str, dict[int, Any]] | None = None,
+) -> dict[str, Any]:
+  """Checks the fields of every record, then renders and tokenizes the records.
+
+  Rendering stops after `data.scan_limit` records where the job has this key.
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    records: opened records of "train" and "eval".
+    kept: receives the rows of prompts by name and record number, see `scan.scan`.
+
+  Returns:
+    A report for each name.
+
+  Raises:
+    ValueError: a record is wrong or cannot be trained on (its place is named), or a
+      reward function needs a column that the prompts lack.
+  """
+  for part in records.values():
+    part.validate()
+    if part.kind is PROMPT_ROWS:
+      first = part.kind.read(part[0], part.where(0))
+      _check_rewards(config, list(first.extra))
+  reports = {}
+  for name, part in records.items():
+    holds_rows = kept is not None and part.kind is PROMPT_ROWS
+    rows = kept.setdefault(name, {}) if kept is not None and holds_rows else None
+    with naming(config.row_keys(part.kind)):
+      source = _source(config, tokenizer, part)
+      limit = getattr(config.data, "scan_limit", None)
+      reports[name] = scan(source, limit, kept=rows)
+  return reports
+
+
+def build_data(
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  known: Mapping[str, Any] | None = None,
+) -> RunData:
+  """Opens, checks and scans the records, and makes batches of them.
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    known: `RunData.scans` of an earlier start, whose records are not scanned again.
+
+  Raises:
+    FileNotFoundError, ValueError: as for `open_records` and `scan_records`.
+  """
+  records = open_records(config)
+  prints = fingerprints.of_inputs(config, tokenizer, records)
+  scan_keys = {
+    name: _scan_key(config, part, prints)
+    for name, part in records.items()
+    if isinstance(config, StreamRun)
+  }
+  reports = _known_reports(known or {}, scan_keys)
+  unknown = {name: part for name, part in records.items() if name not in reports}
+  kept: dict[str, dict[int, Any]] = {}
+  reports |= scan_records(config, tokenizer, unknown, kept)
+  reports = {name: reports[name] for name in records}
+  chosen = {
+    name: build_widths.choose(
+      config,
+      _source(config, tokenizer, part),
+      reports[name],
+      training=name == "train",
+    )
+    for name, part in records.items()
+  }
+  iterables = {
+    name: batches(
+      config,
+      tokenizer,
+      part,
+      training=name == "train",
+      kept=kept.get(name),
+      chosen=chosen[name],
+    )
+    for name, part in records.items()
+  }
+  prints |= fingerprints.of_config(config)
+  if not isinstance(config, StreamRun):
+    prints |= {"reward_functions": rewards.digest(_reward(config))}
+    if (env := _env(config)) is not None:
+      prints |= {"env": environments.digest(env)}
+  return RunData(
+    train=iterables["train"],
+    eval=iterables.get("eval"),
+    reports=reports,
+    scans={
+      name: {"key": key, "report": dataclasses.asdict(reports[name])}
+      for name, key in scan_keys.items()
+    },
+    fingerprints=prints,
+    num_steps=count_steps(config, reports["train"]),
+    widths={name: found for name, found in chosen.items() if found is not None},
+  )
+
+
+def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a row with the prompt as the record has it."""
+  prompt = records.kind.read(records[index], records.where(index)).prompt
+  kept = {name: value for name, value in row.items() if name != PROMPT_IDS_COLUMN}
+  return kept | {PROMPT_COLUMN: prompt}
+
+
+def _reward(config: Any) -> rewards.RewardSettings:
+  return config.reward
+
+
+def _env(config: Any) -> str | None:
+  return getattr(config, "env", None)
+
+
+def _check_rewards(config: RunSettings, columns: list[str]) -> None:
+  """Refuses reward functions and environments that do not fit the data."""
+  env = _env(config)
+  rewards.check(_reward(config), columns, has_others=env is not None)
+  if env is not None:
+    environments.check(env, columns)
+
+
+def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:
+  """Returns a digest of everything that the report of a scan depends on."""
+  source = config.data
+  fields = [field.name for field in dataclasses.fields(Report)]
+  form = (tunix.__version__, part.kind.name, part.kind.expected, fields)
+  inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
+  place = part.name  # the report names the longest record by its place
+  settings = list(_row_settings(config, part.kind).values())
+  limits = (settings, source.overlong, source.chat, source.template_args)
+  tokenizer = config.tokenizer
+  limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
+  if isinstance(part, Mixture):
+    limits = (*limits, part.weights)
+  return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
+
+
+def _known_reports(
+  known: Mapping[str, Any], scan_keys: Mapping[str, str]
+) -> dict[str, Any]:
+  return {
+    name: Report(**known[name]["report"])
+    for name, key in scan_keys.items()
+    if name in known and known[name]["key"] == key
+  }
+
+
+def batches(
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: Records,
+  *,
+  training: bool,
+  whole: bool = False,
+  kept: Mapping[int, Any] | None = None,
+  chosen: Widths | None = None,
+) -> Iterable[Any]:
+  """Returns batches for training (shuffled, all epochs) or evaluation (one pass).
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    records: opened records.
+    training: True for training, False for evaluation.
+    whole: True gives this process the whole of every batch, not its share. Batches of
+      prompts are always whole.
+    kept: rows of the prompts that a scan kept; None scans the prompts here.
+    chosen: widths of the rows; None chooses them here, which scans the records.
+  """
+  if records.kind is PROMPT_ROWS:
+    if kept is None:
+      scan(_source(config, tokenizer, records), kept=(kept := {}))
+    return _prompt_batches(config, records, kept, training=training)
+  assert isinstance(config, StreamRun)
+  data = config.data
+  number, count = (0, 1) if whole else mesh_axes.process_part(config.mesh)
+  options = {
+    "batch_size": config.training.micro_rows if training else config.training.eval_rows,
+    "shuffle": data.shuffle and training,
+    "seed": config.seed,
+    "num_epochs": epochs(config) if training else 1,
+    "process_index": number,
+    "process_count": count,
+    "num_threads": data.num_threads,
+  }
+  if records.kind is SFT and isinstance(data, RowSettings):
+    options |= {"packing": data.packing, "length_buckets": data.length_buckets}
+  source = _source(config, tokenizer, records)
+  chosen = chosen or build_widths.choose(config, source, None, training=training)
+  if chosen is not None:
+    source = dataclasses.replace(source, layout=chosen.layout)
+    options["widths"] = chosen.lengths
+    options["batches_per_step"] = config.training.micro_batches if training else 1
+  return pipeline.build_batches(source, **options)
+
+
+def _prompt_batches(
+  config: RunSettings, records: Records, kept: Mapping[int, Any], *, training: bool
+) -> PromptBatches:
+  rows, sizes = list(kept.values()), config.training
+  if _env(config) is not None:
+    # An environment renders its own observations.
+    rows = [_unrendered(records, index, row) for index, row in kept.items()]
+  if not training:
+    return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
+  options: dict[str, Any] = {}
+  if isinstance(records, Mixture) and records.weights is not None:
+    # Shares count the prompts that are left, since dropped ones are never drawn.
+    options = {"sizes": records.count_by_part(kept), "weights": records.weights}
+  seed = config.seed if config.data.shuffle else None
+  return PromptBatches(
+    rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
+  )
+
+
+def epochs(config: RunSettings) -> int | None:
+  """Returns the passes over the data; None: as many as `training.max_steps` needs."""
+  if config.data.num_epochs is None and config.training.max_steps is None:
+    return 1
+  return config.data.num_epochs
+
+
+def count_steps(config: RunSettings, report: Report) -> int | None:
+  """Returns the number of optimizer steps of a run; None if not known in advance.
+
+  Packing, an incomplete scan with dropped records, and dynamic sampling hide it.
+
+  Args:
+    config: settings of the run.
+    report: report of the training data.
+  """
+  limit, passes = config.training.max_steps, epochs(config)
+  count = _count_steps if isinstance(config, StreamRun) else _count_updates
+  steps = None if passes is None else count(config, report, passes)
+  if steps is None or limit is None:
+    return steps if limit is None else limit
+  return min(steps, limit)
+
+
+def _count_steps(config: Any, report: Report, passes: int) -> int | None:
+  """Returns the steps of a run on given completions."""
+  all_scanned = report.scanned == report.records
+  countable = all_scanned or not config.drops
+  if config.data.weights and report.kept < report.records:
+    countable = False  # dropped records are drawn as well, an unknown number of times
+  if not countable or (isinstance(config.data, RowSettings) and config.data.packing):
+    return None
+  kept = report.kept if all_scanned else report.records
+  # Both divisions round up: the last batch and the last step may be smaller.
+  micro_batches = -(-kept * passes // config.training.micro_rows)
+  return -(-micro_batches // config.training.micro_batches)
+
+
+def _count_updates(config: Any, report: Report, passes: int) -> int | None:
+  """Returns the updates of an RL run, at most.
+
+  The learner skips mini-batches whose weights are all 0, so that there may be fewer.
+  """
+  if getattr(config.algorithm, "dynamic_sampling", False):
+    return None
+  size = config.training.global_batch_size
+  whole, rest = divmod(report.kept, size)
+  # If its size is not set, a mini-batch is as large as the largest batch.
+  mini = config.rl.mini_batch_size or min(size, report.kept)
+  updates = whole * -(-size // mini) + -(-rest // mini)
+  return updates * passes * config.algorithm.num_iterations

@@ -1,0 +1,1 @@
+"""Rows into batches; `tunix.data.pipeline` and `batches` call it."""

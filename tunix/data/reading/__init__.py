@@ -1,0 +1,1 @@
+"""Files into records; the command and `tunix.data.questions` call it."""

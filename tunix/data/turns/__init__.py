@@ -1,0 +1,1 @@
+"""Where the turns of a rendered conversation begin and end."""

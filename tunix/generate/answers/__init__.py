@@ -1,0 +1,1 @@
+"""The text of an answer into content, reasoning and tool calls."""

@@ -1,0 +1,1 @@
+"""How a model is called token by token, with a cache or without."""

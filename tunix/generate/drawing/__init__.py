@@ -1,0 +1,1 @@
+"""The rules of drawing a token, and when a completion ends."""

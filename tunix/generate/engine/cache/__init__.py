@@ -1,0 +1,1 @@
+"""Keys, values and states of the running sequences, in device memory."""

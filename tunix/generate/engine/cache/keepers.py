@@ -1,0 +1,50 @@
+"""Choice of the keeper of a cache: rows over pages, or pages that attention reads."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.generate.engine.cache.paged_store import PageKeeper
+from tunix.generate.engine.cache.row_keeper import RowKeeper, Stored, computed_of
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.host.layer_groups import Windows
+from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.paged import attention as paged
+from tunix.utils import mesh as mesh_lib
+
+
+def keeper_of(
+  model: TransformerConfig,
+  config: EngineConfig,
+  mesh: Mesh | None,
+  windows: Windows | None = None,
+  stored: Stored = computed_of,
+) -> RowKeeper | PageKeeper:
+  """Returns the keeper that `EngineConfig.attention` decides on.
+
+  Args:
+    model: sizes of the model, with the shardings in which it decodes.
+    config: sizes of the engine.
+    mesh: mesh of the weights, or None.
+    windows: the windows of the groups of layers; None: those of this model.
+    stored: returns the number of tokens of a completion that have keys.
+  """
+  name = config.attention
+  calls = [
+    paged.Call(
+      platform=mesh_lib.context_platform(),
+      dtype=str(jnp.dtype(model.dtype)),
+      head_dim=kind.head_dim,
+      page_tokens=config.page_tokens,
+      softcap=model.attention_softcap is not None,
+      window=kind.window is not None,
+      sinks=model.attention_sinks,
+    )
+    for kind in model.kinds
+  ]
+  paths = {paged.choose(call, name) for call in calls if name != "rows"}
+  # XLA gathers whole pages in every round; rows are gathered once.
+  if name == "rows" or (name == "auto" and "gather" in paths):
+    return RowKeeper(model, config, windows, stored)
+  return PageKeeper(model, config, paths.pop(), mesh, windows)

@@ -1,0 +1,240 @@
+"""The state of layers that keep no keys and values: one state for each slot.
+
+A recurrent layer (a gated delta net, Mamba-2) has a state of fixed size: what it knows
+of all tokens so far, and the last inputs of a short convolution. The state lives in its
+slot and begins as zeros. It is never stored in pages, so no completion can begin with
+the prefix of another one. There is one exception: the samples of a request are
+prefilled once, and each of them gets a copy of the state after the prompt. A completion
+that gave its slot up is computed again from its first token.
+
+A mixer takes part by two things. Its method `empty_state(rows)` returns the state of
+`rows` new rows, a tree of arrays [rows, ...]. In a call with a cache it runs its tokens
+by the method `recur` of that cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from tunix.generate.engine.cache.paged_store import PageKeeper
+from tunix.generate.engine.cache.row_keeper import RowKeeper
+from tunix.generate.engine.cache.rows import Places
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.host.plan import Plan
+from tunix.generate.engine.host.sequence import Sequence
+
+State = Any
+# Runs rows of consecutive tokens: (state [R, ...], inputs [R, Q, ...], is_valid [R, Q])
+# to (outputs [R, Q, ...], state after the valid tokens). Padding follows the valid
+# tokens of a row and must not change its state.
+Step = Callable[[State, Any, jax.Array], tuple[Any, State]]
+Maker = Callable[[int], State]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotLayer:
+  """The states of one layer, and the tokens of a call.
+
+  Attributes:
+    state: a tree of arrays [B, ...], the state of each slot.
+    places: where the tokens of the call are.
+  """
+
+  state: State
+  places: Places
+
+  def recur(self, step: Step, inputs: Any) -> tuple[Any, SlotLayer]:
+    """Runs the tokens of a call, each row from the state of its slot.
+
+    Args:
+      step: runs rows of tokens.
+      inputs: a tree of arrays [T, 1, ...] of the tokens.
+
+    Returns:
+      The outputs [T, 1, ...], and the layer with the new states.
+    """
+    p = self.places
+    slots = jax.tree.leaves(self.state)[0].shape[0]
+    assert p.width <= 1  # the engine refuses drafts, which would have to be undone
+    own, is_valid, state, parts = slots * p.width, p.slots < slots, self.state, []
+    if p.width:
+      tokens = jax.tree.map(lambda x: x[:own], inputs)
+      out, new = step(state, tokens, is_valid[:own, None])
+      state = _where(is_valid[:own], new, state)
+      parts.append(out)
+    blocks = p.block_slots.shape[0]
+    if blocks:
+      cut = lambda x: x[own:].reshape(blocks, 1, p.block_width, *x.shape[2:])
+      starts = p.positions[own :: p.block_width]
+      valid = is_valid[own:].reshape(blocks, 1, -1)
+      each = jax.tree.map(cut, inputs), p.block_slots, starts, valid
+      # One block after the other: a prompt can have several in a round.
+      run = lambda state, block: _run_block(step, state, *block)
+      state, out = jax.lax.scan(run, state, each)
+      parts.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[3:]), out))
+    out = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return out, dataclasses.replace(self, state=state)
+
+
+def _run_block(step: Step, state: State, inputs, slot, start, is_valid):
+  """Runs a block from the state of its slot; returns (states, outputs)."""
+  old = jax.tree.map(lambda x: x[slot][None], state)
+  first = jax.tree.map(lambda x: jnp.where(start == 0, jnp.zeros_like(x), x), old)
+  out, new = step(first, inputs, is_valid)
+  new = _where(jnp.any(is_valid, axis=1), new, old)
+  return jax.tree.map(lambda x, y: x.at[slot].set(y[0]), state, new), out
+
+
+def _where(is_new: jax.Array, new: State, old: State) -> State:
+  """Returns the new states of some rows, in the dtypes of the old ones."""
+  wide = lambda x: is_new.reshape(-1, *(1,) * (x.ndim - 1))
+  pick = lambda x, y: jnp.where(wide(y), x.astype(y.dtype), y)
+  return jax.tree.map(pick, new, old)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotCache:
+  """The cache argument of a call: states of some layers, pages or rows of the others.
+
+  Attributes:
+    inner: the cache of the other layers.
+    states: the states of each layer; None for the other layers.
+    places: where the tokens of the call are.
+  """
+
+  inner: Any
+  states: tuple[State, ...]
+  places: Places
+
+  index = 0  # positions are given, see `Places`
+
+  @property
+  def size(self) -> int:
+    """Number of tokens of a row; 0 if attention reads pages."""
+    return self.inner.size
+
+  def layer(self, number: int) -> Any:
+    """Returns the cache of one layer."""
+    state = self.states[number]
+    return self.inner.layer(number) if state is None else SlotLayer(state, self.places)
+
+  def replaced(self, layers: Seq[Any], tokens: int) -> SlotCache:
+    """Returns the cache after a call that wrote `tokens` tokens to each layer."""
+    has_state = [isinstance(layer, SlotLayer) for layer in layers]
+    states = tuple(x.state if own else None for x, own in zip(layers, has_state))
+    rest = [
+      self.inner.layer(number) if own else layers[number]
+      for number, own in enumerate(has_state)
+    ]
+    inner = self.inner.replaced(rest, tokens)
+    return dataclasses.replace(self, inner=inner, states=states)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotStore:
+  """States of some layers, and the store of the others.
+
+  Attributes:
+    inner: pages, or rows and pages.
+    states: see `SlotCache`.
+  """
+
+  inner: Any
+  states: tuple[State, ...]
+
+  def at(self, places: Places) -> SlotCache:
+    """Returns the cache of a call of the model."""
+    return SlotCache(self.inner.at(places), self.states, places)
+
+  def after(self, cache: SlotCache) -> SlotStore:
+    """Returns the store with what a call of the model returned."""
+    return SlotStore(self.inner.after(cache.inner), cache.states)
+
+  def forked(self, sources: Int[Array, "B"]) -> SlotStore:
+    """Returns the store in which each slot has the state of its source."""
+    is_forked = jnp.any(sources != jnp.arange(sources.shape[0]))
+    copy = lambda states: jax.tree.map(lambda x: x[sources], states)
+    states = jax.lax.cond(is_forked, copy, lambda states: states, self.states)
+    return SlotStore(self.inner.forked(sources), states)
+
+
+def makers_of(model: Any) -> tuple[Maker | None, ...]:
+  """Returns `empty_state` of each layer's mixer; None for layers with attention.
+
+  Args:
+    model: a `Transformer`.
+  """
+  layers = model.layer_modules()
+  return tuple(getattr(layer.attn, "empty_state", None) for layer in layers)
+
+
+def scheduled(config: EngineConfig, model: Any) -> EngineConfig:
+  """Returns the sizes for the scheduler, which shares no prefix of a state.
+
+  Raises:
+    ValueError: the model has states, and the engine has drafts.
+  """
+  if not any(makers_of(model)):
+    return config
+  if config.draft_tokens:
+    raise ValueError(
+      f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
+      "layers, whose state a wrong draft would change. Set draft_tokens to 0"
+    )
+  return dataclasses.replace(config, prefix_cache=False)
+
+
+class SlotKeeper:
+  """Keeps the states beside the pages of the other layers.
+
+  Args:
+    inner: keeper of the other layers.
+    makers: see `makers_of`.
+    slots: number of slots.
+  """
+
+  def __init__(
+    self,
+    inner: RowKeeper | PageKeeper,
+    makers: tuple[Maker | None, ...],
+    slots: int,
+  ):
+    self._inner = inner
+    self._states = tuple(None if make is None else make(slots) for make in makers)
+
+  @property
+  def width(self) -> int:
+    """Tokens of a row; 0 if attention reads pages."""
+    return self._inner.width
+
+  @property
+  def store(self) -> SlotStore | None:
+    """States and pages; None while a launch has them."""
+    inner = self._inner.store
+    return None if inner is None else SlotStore(inner, self._states)
+
+  @store.setter
+  def store(self, store: SlotStore | None) -> None:
+    self._inner.store = None if store is None else store.inner
+    self._states = () if store is None else store.states
+
+  def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
+    """Prepares the pages. A state begins anew with the first token of a completion."""
+    self._inner.prepare(plan, running)
+
+  def move_nothing(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
+    self._inner.move_nothing()
+
+  def write(self, written: Iterable[tuple[int, ...]]) -> None:
+    """Writes parts of rows to pages, see `RowKeeper.write`."""
+    self._inner.write(written)

@@ -1,0 +1,1 @@
+"""The compiled programs of a launch; `run` calls them."""

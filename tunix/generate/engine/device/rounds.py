@@ -1,0 +1,210 @@
+"""The parts of a round: the model's pass, the draw, and the results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tunix.generate.drawing import sampling
+from tunix.generate.engine.cache.rows import Places
+from tunix.generate.engine.device import adapters, choice, drafts
+from tunix.generate.engine.device.choice import Chosen, Rules
+from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Ran, Slots
+from tunix.models import calling
+from tunix.models.transformer.experts import route_records
+
+Leaf = Any
+# State of the adapters, and int32 [B], the number of each slot's adapter.
+Bank = tuple[adapters.BankState, Leaf]
+
+
+def round_of(blocks: Blocks, number: Leaf) -> Blocks:
+  """Returns the blocks of one round, without the axis R."""
+  return jax.tree.map(lambda x: jnp.asarray(x)[number] if x.ndim else x, blocks)
+
+
+def run_model(
+  model: Any,
+  bank: Bank | None,
+  slots: Slots,
+  store: Any,
+  here: Blocks,
+  rules: Rules,
+  tops: int,
+) -> tuple[Any, Ran, PromptOut]:
+  """Returns the store, what each slot draws from, and the scores of prompts."""
+  batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
+  is_run = offsets < here.counts[:, None]
+  block_slots = jnp.where(is_run, here.slots[:, None], batch)
+  own_slots = jnp.where(slots.active, jnp.arange(batch), batch)
+  block_positions = here.starts[:, None] + offsets
+  places = Places(
+    jnp.concatenate([own_slots, block_slots.reshape(-1)]),
+    jnp.concatenate([slots.position, block_positions.reshape(-1)]),
+    here.slots,
+    1,
+    here.tokens.shape[1],
+  )
+  tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
+  hidden, store, routes = run_tokens(
+    model, bank, store, tokens, places, records="routes" in rules.uses
+  )
+  first, own = here.draws >= 0, jnp.arange(batch)
+  picked = jnp.where(first, batch + here.draws, own)
+  # A follower draws after its leader's token, and goes on from its leader's state.
+  store = store.forked(jnp.where(first, places.slots[picked], own))
+  ran = Ran(
+    logits_of(model, hidden[picked]), None if routes is None else routes[picked]
+  )
+  targets = here.targets.reshape(-1)
+  scores = no_scores(targets.shape, tops)
+  if "prompts" in rules.uses and targets.size:
+    scores = jax.lax.cond(
+      here.scores,
+      lambda: _prompt_scores(model, hidden[batch:], targets, tops),
+      lambda: scores,
+    )
+  if routes is not None:
+    scores = scores._replace(routes=routes[batch:])
+  return store, ran, scores
+
+
+def draw(
+  slots: Slots,
+  out: Out,
+  rules: Rules,
+  ran: Ran,
+  here: Blocks,
+  allowed: Leaf | None,
+) -> tuple[Slots, Out]:
+  """Draws the token of each slot that decodes, or whose prompt the round has ended."""
+  tops = out.top_ids.shape[2]
+  chosen = choice.choose(ran.logits, rules, slots.index, allowed, tops)
+  first = here.draws >= 0
+  slots = dataclasses.replace(
+    slots,
+    active=slots.active | first,
+    position=jnp.where(first, here.ends - 1, slots.position),
+  )
+  slots, out = emit(slots, out, chosen, ran.routes)
+  slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
+  return slots, dataclasses.replace(out, rounds=out.rounds + 1)
+
+
+def no_scores(
+  shape: tuple[int, ...], tops: int, routes: jax.Array | None = None
+) -> PromptOut:
+  """Returns an empty `PromptOut`; with routes of the form of those of `Out`, if any."""
+  return PromptOut(
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, tops), jnp.int32),
+    jnp.zeros((*shape, tops), jnp.float32),
+    None if routes is None else jnp.zeros((*shape, *routes.shape[2:]), routes.dtype),
+  )
+
+
+def hidden_of(
+  model: Any, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
+) -> tuple[jax.Array, Any]:
+  """Returns the hidden states [T, D] of a round, and the store with its keys."""
+  return run_tokens(model, bank, store, tokens, places, records=False)[:2]
+
+
+def run_tokens(
+  model: Any,
+  bank: Bank | None,
+  store: Any,
+  tokens: jax.Array,
+  places: Places,
+  *,
+  records: bool,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+  """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None."""
+  if bank is not None:
+    state, numbers = bank
+    # Tokens that no slot owns have the number behind the last slot.
+    model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
+  run = lambda: model(
+    tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
+  )
+  if records:
+    (hidden, cache), routes = route_records.recorded(model, run)
+    return hidden[:, 0], store.after(cache), routes[:, 0]
+  hidden, cache = run()
+  return hidden[:, 0], store.after(cache), None
+
+
+def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
+  """Returns float32 logits [B, V] of hidden states [B, D]."""
+  return calling.adapt(model).unembed(hidden[:, None])[:, 0].astype(jnp.float32)
+
+
+def emit(
+  slots: Slots, out: Out, chosen: Chosen, routes: jax.Array | None
+) -> tuple[Slots, Out]:
+  """Appends the chosen tokens of the active slots, and ends the slots that are done.
+
+  Args:
+    slots, out: the slots and the results.
+    chosen: the tokens.
+    routes: see `Ran`.
+  """
+  bad = slots.active & ~chosen.is_finite
+  draws = slots.active & chosen.is_finite
+  rows = jnp.arange(draws.shape[0])
+  place = jnp.where(draws, out.count, out.tokens.shape[1])
+  write = lambda buffer, new: buffer.at[rows, place].set(new, mode="drop")
+  position = slots.position + 1
+  stops = draws & jnp.any(chosen.tokens[:, None] == slots.stop_ids, axis=1)
+  out = dataclasses.replace(
+    out,
+    count=out.count + draws,
+    tokens=write(out.tokens, chosen.tokens),
+    logps=write(out.logps, chosen.logps),
+    sampling_logps=write(out.sampling_logps, chosen.sampling_logps),
+    top_ids=write(out.top_ids, chosen.top_ids),
+    top_logps=write(out.top_logps, chosen.top_logps),
+    stopped=out.stopped | stops,
+    bad=out.bad | bad,
+    routes=out.routes if routes is None else write(out.routes, routes),
+  )
+  history = slots.history
+  if history.shape[1]:
+    at = jnp.where(draws, position, history.shape[1])
+    history = history.at[rows, at].set(chosen.tokens, mode="drop")
+  pick = lambda new, old: jnp.where(draws, new, old)
+  slots = dataclasses.replace(
+    slots,
+    last=pick(chosen.tokens, slots.last),
+    position=pick(position, slots.position),
+    index=slots.index + draws,
+    active=draws & ~stops & (position + 1 < slots.limit),
+    history=history,
+  )
+  return slots, out
+
+
+def watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
+  """Compares the drawn tokens with first drafts, in every eighth round."""
+
+  def watch():
+    guess = drafts.propose(slots.history, slots.position, 1)[:, 0]
+    return jnp.sum(slots.active), jnp.sum(slots.active & (guess == tokens))
+
+  none = jnp.zeros((), jnp.int32)
+  seen, right = jax.lax.cond(out.rounds % 8 == 0, watch, lambda: (none, none))
+  return dataclasses.replace(
+    out, watched=out.watched + seen, predicted=out.predicted + right
+  )
+
+
+def _prompt_scores(
+  model: Any, hidden: jax.Array, targets: jax.Array, tops: int
+) -> PromptOut:
+  logits = logits_of(model, hidden)
+  return PromptOut(
+    sampling.token_logps(logits, targets), *choice.most_likely(logits, tops)
+  )

@@ -1,0 +1,1 @@
+"""What the host decides: order, pages, text. It touches no device."""

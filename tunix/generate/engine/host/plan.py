@@ -1,0 +1,93 @@
+"""The plan of a launch, as the scheduler makes it and the device runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.host.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """Consecutive tokens of one completion that a round prefills."""
+
+  sequence: Sequence
+  start: int
+  count: int
+
+  @property
+  def is_last(self) -> bool:
+    """True if the next token is drawn after this block."""
+    return self.start + self.count == self.sequence.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+  """A completion that draws its first token with the leader that prefilled for it.
+
+  Attributes:
+    leader, follower: the two completions.
+    copied: the leader's last page of each group of layers, if the prompt fills it in
+      part; the follower's own page becomes a copy of it. Else ().
+  """
+
+  leader: Sequence
+  follower: Sequence
+  copied: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Plan:
+  """The work of one launch.
+
+  Attributes:
+    loads: completions that are new in their slots, which are filled from their pages.
+    copies: pages that are copied before: (from, to) for each group of layers.
+    rounds: blocks of each round that prefills.
+    decode_rounds: number of rounds after them, which only decode.
+    forks: first tokens that are drawn for followers.
+  """
+
+  loads: list[Sequence] = dataclasses.field(default_factory=list)
+  copies: list[tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=list)
+  rounds: list[list[Block]] = dataclasses.field(default_factory=list)
+  decode_rounds: int = 0
+  forks: list[Fork] = dataclasses.field(default_factory=list)
+
+  def fills_a_round(self, config: EngineConfig) -> bool:
+    """Returns True if a round prefills `prefill_tokens` tokens."""
+    return any(len(blocks) == config.block_counts[-1] for blocks in self.rounds)
+
+
+def rounds_of(
+  sequences: Iterable[Sequence],
+  config: EngineConfig,
+  most: int,
+  most_blocks: int | None = None,
+) -> list[list[Block]]:
+  """Cuts the tokens to prefill into blocks of a page, and blocks into rounds.
+
+  Args:
+    sequences: the running completions, earliest rank first.
+    config: sizes of the engine.
+    most: largest number of rounds; the blocks behind them wait for the next launch.
+    most_blocks: largest number of blocks; None for no limit.
+  """
+  size = config.page_tokens
+  blocks = [
+    Block(s, at, min(size, s.length - at))
+    for s in sequences
+    if s.leader is None and not s.is_decoding
+    for at in range(s.computed, s.length, size)
+  ][:most_blocks]
+  out = []
+  while blocks and len(out) < most:
+    # The largest round that is full. What is left rides on smaller rounds: they decode
+    # as well, and would be run anyway.
+    counts = config.block_counts
+    count = max((n for n in counts if n <= len(blocks)), default=counts[0])
+    out.append(blocks[:count])
+    blocks = blocks[count:]
+  return out

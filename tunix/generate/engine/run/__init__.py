@@ -1,0 +1,1 @@
+"""One launch from requests to results; the engine calls it."""

@@ -1,0 +1,145 @@
+"""A launch as arrays: the rules and places of the slots, and the blocks of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.device.choice import Rules
+from tunix.generate.engine.device.state import Blocks, Slots
+from tunix.generate.engine.host.plan import Block, Fork, Plan
+from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.request import EngineRequest
+from tunix.generate.sizes import batching
+
+STOP_IDS = 16  # most ids that end a completion
+BIASES = 320  # most ids with a bias; OpenAI's API allows 300
+
+Running = Seq[Sequence | None]
+
+
+def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
+  """Returns the state of the slots before a launch."""
+  count, drafts = config.slots, config.draft_tokens
+  numbers = lambda: np.zeros(count, np.int32)
+  slots = Slots(
+    last=numbers(),
+    position=numbers(),
+    index=numbers(),
+    limit=numbers(),
+    active=np.zeros(count, bool),
+    holds=np.zeros(count, bool),
+    stop_ids=np.full((count, STOP_IDS), batching.NO_TOKEN, np.int32),
+    history=np.full((count, config.max_tokens if drafts else 0), -1, np.int32),
+    drafted=numbers(),
+  )
+  for at, s in enumerate(running):
+    if s is None:
+      continue
+    slots.last[at], slots.position[at] = s.tokens[s.length - 1], s.length - 1
+    slots.index[at], slots.limit[at] = s.drawn, s.limit
+    slots.active[at], slots.drafted[at] = s.is_decoding, s.drafted
+    slots.stop_ids[at, : len(s.stop_ids)] = s.stop_ids
+    if drafts:
+      slots.history[at, : s.length] = s.known
+  for fork in plan.forks:
+    slots.holds[fork.follower.slot] = True
+  return slots
+
+
+FLAGS = ("draws", "filters", "biases", "scores", "tops")
+
+
+def uses_of(request: EngineRequest) -> frozenset[str]:
+  """Returns the flags of `choice.Rules` that a request needs."""
+  used = {
+    "draws": request.temperature > 0,
+    "filters": bool(request.sampling_options().filters),
+    "biases": bool(request.logit_bias),
+    "scores": request.logprobs,
+    "tops": request.top_logprobs > 0,
+    "prompts": request.prompt_logprobs,
+  }
+  return frozenset(name for name, is_used in used.items() if is_used)
+
+
+def rules_of(
+  running: Running, count: int, vocab_size: int, uses: frozenset[str]
+) -> Rules:
+  """Returns the rules of the slots.
+
+  Args:
+    running: the completion in each slot.
+    count: number of slots.
+    vocab_size: V.
+    uses: flags that the programs are compiled for.
+  """
+  rules = Rules(
+    keys=np.zeros((count, 2), np.uint32),
+    rows=np.zeros(count, np.int32),
+    temperature=np.zeros(count, np.float32),
+    top_k=np.full(count, vocab_size, np.int32),
+    top_p=np.ones(count, np.float32),
+    min_p=np.zeros(count, np.float32),
+    bias_ids=np.full((count, BIASES), batching.NO_TOKEN, np.int32),
+    bias=np.zeros((count, BIASES), np.float32),
+    **dict.fromkeys(FLAGS, np.False_),
+    uses=uses,
+  )
+  on: set[str] = set()
+  for at, s in enumerate(running):
+    if s is None:
+      continue
+    r = s.request
+    rules.keys[at], rules.rows[at] = s.key, r.first_row + s.sample
+    rules.temperature[at] = r.temperature
+    for name, value in s.filters.items():
+      getattr(rules, name)[at] = value
+    if r.logit_bias:
+      rules.bias_ids[at, : len(r.logit_bias)] = list(r.logit_bias)
+      rules.bias[at, : len(r.logit_bias)] = list(r.logit_bias.values())
+    on |= s.uses
+  flags = {name: np.bool_(name in on) for name in FLAGS}
+  return dataclasses.replace(rules, **flags)
+
+
+def blocks_of(
+  rounds: Seq[Seq[Block]], forks: Seq[Fork], width: int, config: EngineConfig
+) -> Blocks:
+  """Returns the blocks of rounds.
+
+  Args:
+    rounds: the blocks of each round, at most `width` each.
+    forks: first tokens that are drawn for followers.
+    width: number N of blocks of a round, those that only fill it included.
+    config: sizes of the engine.
+  """
+  shape, size = (config.rounds, width), config.page_tokens
+  blocks = Blocks(
+    tokens=np.zeros((*shape, size), np.int32),
+    targets=np.zeros((*shape, size), np.int32),
+    slots=np.zeros(shape, np.int32),
+    starts=np.zeros(shape, np.int32),
+    counts=np.zeros(shape, np.int32),
+    draws=np.full((config.rounds, config.slots), -1, np.int32),
+    ends=np.zeros((config.rounds, config.slots), np.int32),
+    scores=np.bool_(any(b.sequence.request.prompt_logprobs for r in rounds for b in r)),
+  )
+  for number, each in enumerate(rounds):
+    for n, block in enumerate(each):
+      s, end = block.sequence, block.start + block.count
+      at = number, n
+      blocks.tokens[at][: block.count] = s.tokens[block.start : end]
+      known = s.tokens[block.start + 1 : min(end + 1, s.length)]
+      blocks.targets[at][: len(known)] = known
+      blocks.slots[at], blocks.starts[at] = s.slot, block.start
+      blocks.counts[at] = block.count
+      if block.is_last:
+        drawing = [s, *(f.follower for f in forks if f.leader is s)]
+        for one in drawing:
+          blocks.draws[number, one.slot] = n * size + block.count - 1
+          blocks.ends[number, one.slot] = end
+  return blocks

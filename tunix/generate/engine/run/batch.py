@@ -1,0 +1,149 @@
+"""Batches of requests that are completed in the thread of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.host.draft_policy import Source
+from tunix.generate.engine.request import Completion, EngineRequest, Ticket
+
+
+def run(engine: Any, requests: Seq[EngineRequest]) -> list[list[Completion]]:
+  """Submits requests, steps the engine until they have ended, and collects them.
+
+  Args:
+    engine: an `Engine`.
+    requests: the requests.
+
+  Raises:
+    ValueError: one of the requests can never run; the others are cancelled.
+    RuntimeError: waiting completions are held back.
+  """
+  tickets: dict[int, Ticket] = {}
+  try:
+    # The longest first: it would run alone at the end.
+    for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
+      tickets[i] = engine.submit(requests[i], streams=False)
+  except Exception:  # one cannot run, and the others would run for nobody
+    for ticket in tickets.values():
+      engine.cancel(ticket)
+    raise
+  while any(map(engine.is_open, tickets.values())):
+    if not engine.step():
+      raise RuntimeError(
+        "waiting completions are held back, expected that they may start: call "
+        "hold_back(False) first"
+      )
+  return [engine.collect(tickets[i]) for i in range(len(requests))]
+
+
+def plain_requests(config: EngineConfig, token: int) -> list[EngineRequest]:
+  """Returns requests that run the programs of plain requests.
+
+  Args:
+    config: sizes of the engine.
+    token: token id that fills their prompts.
+  """
+  length = max(1, min(config.max_tokens // 2, config.prefill_tokens))
+  return [
+    EngineRequest(
+      prompt=np.full(size, token, np.int32),
+      max_tokens=min(config.rounds + 1, config.max_tokens - size),
+      temperature=1.0,
+      seed=0,
+      stop_ids=(),
+      logprobs=True,
+    )
+    for size in sorted({1, length})
+  ]
+
+
+WarmUpPart = tuple[Source | None, list[EngineRequest]]
+
+
+def warm_up_parts(
+  config: EngineConfig, vocab_size: int, sources: Seq[Source], constraints: bool
+) -> list[WarmUpPart]:
+  """Returns batches that run the programs of plain and of constrained requests.
+
+  Args:
+    config: sizes of the engine.
+    vocab_size: V.
+    sources: sources of drafts.
+    constraints: True adds constrained requests.
+
+  Returns:
+    The source of drafts of each batch, None for constrained requests; and the batch.
+    Short requests are first, in rows as narrow as those of most requests.
+  """
+  wide: list[WarmUpPart] = [
+    # Other prompts than before, whose prefixes are not in the cache.
+    (source, plain_requests(config, number % vocab_size))
+    for number, source in enumerate(sources)
+  ]
+  narrow: list[WarmUpPart] = [(source, requests[:1]) for source, requests in wide]
+  bound = constrained_requests(config, vocab_size) if constraints else []
+  return [*narrow, *wide, *((None, requests) for requests in bound)]
+
+
+class AnyText:
+  """A constraint that allows every token, see `request.Constraint`.
+
+  Args:
+    vocab_size: V.
+  """
+
+  def __init__(self, vocab_size: int):
+    self._mask = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+
+  def matcher(self) -> AnyText:
+    return self
+
+  def mask(self) -> np.ndarray:
+    return self._mask
+
+  def accept(self, token: int) -> None:
+    pass
+
+
+def constrained_requests(
+  config: EngineConfig, vocab_size: int
+) -> list[list[EngineRequest]]:
+  """Returns batches of requests that run the programs of constrained requests.
+
+  There is a program for each number of blocks of a round, and one for rounds that
+  prefill nothing. A batch has the fewest blocks that need the next program.
+
+  Args:
+    config: sizes of the engine.
+    vocab_size: V.
+  """
+  constraint, size = AnyText(vocab_size), config.page_tokens
+  most = max(1, config.max_tokens - 2)
+  pages = max(1, most // size)  # of one prompt
+  batches, needed, token = [], 1, 0
+  for width in config.block_counts:
+    counts = [min(pages, needed - done) for done in range(0, needed, pages)]
+    needed = width + 1
+    if len(counts) > config.slots:
+      break  # so many blocks never come together
+    batch = []
+    for count in counts:
+      token += 1  # other prompts than before, whose prefixes are not in the cache
+      batch.append(
+        EngineRequest(
+          prompt=np.full(min(count * size, most), token % vocab_size, np.int32),
+          max_tokens=min(2, config.max_tokens - most),
+          temperature=1.0,
+          seed=0,
+          stop_ids=(),
+          logprobs=True,
+          constraint=constraint,
+        )
+      )
+    batches.append(batch)
+  return batches

@@ -1,0 +1,1 @@
+"""Engines of other projects, over HTTP or in the process."""

@@ -1,0 +1,1 @@
+"""The parts of the padded sampler, `tunix.generate.sampler`."""

@@ -1,0 +1,1 @@
+"""Sizes of requests: buckets, and what memory holds."""

@@ -1,0 +1,1 @@
+"""The parts of the tokenizer adapter: files, back ends, templates."""

@@ -1,0 +1,425 @@
+"""Renders Hugging Face chat templates with jinja2 alone.
+
+The dialect is that of `transformers`: a sandbox, trimmed blocks, `raise_exception`,
+`strftime_now`, a `tojson` that keeps HTML characters, `{% break %}`, and
+`{% generation %}` blocks, which mark the text that is trained.
+
+A template is a program that comes with a model. Its work is bounded: every round of a
+loop, call and operation takes one step of a budget, and long values take more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix.generate.tokenizer import template_limits as limits
+from tunix.generate.tokenizer.files import ChatTemplates
+from tunix.generate.tokenizer.template_limits import ChatTemplateError
+
+Message = Mapping[str, Any]
+
+# Keys under which data sets store a message's reasoning. Most templates read the first,
+# some older ones the second.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+# Names that `render` or its callers set in every rendering.
+RESERVED_NAMES = (
+  *("messages", "add_generation_prompt", "tokenize", "now", "template", "self"),
+  *("strftime_now", "raise_exception", "generation_marks"),
+)
+
+# Words of jinja's expressions, which cannot be the name of a variable.
+_JINJA_WORDS = (
+  *("true", "false", "none", "True", "False", "None"),
+  *("and", "or", "not", "in", "is", "if", "else"),
+)
+
+_TOOL_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+
+
+def check_variables(variables: Mapping[str, Any], key: str) -> None:
+  """Refuses template variables that `render` cannot pass on.
+
+  Args:
+    variables: as for `render`.
+    key: configuration key of the variables, for the message.
+
+  Raises:
+    ValueError: a reserved name, or tools that are no schemas.
+  """
+  for name in variables:
+    if name in RESERVED_NAMES:
+      raise ValueError(
+        f"{key}.{name} is a name that every rendering sets itself, expected none of "
+        f"{', '.join(RESERVED_NAMES)}: give the template's variable another name"
+      )
+  tools = variables.get("tools") or []
+  if not isinstance(tools, list | tuple) or not all(map(_is_schema, tools)):
+    raise ValueError(
+      f"{key}.tools is {tools!r}, expected a list of JSON schemas: give "
+      f"[{_TOOL_SCHEMA}]"
+    )
+
+
+def with_defaults(
+  template: ChatTemplates, variables: Mapping[str, Any]
+) -> ChatTemplates:
+  """Returns a template that sets variables which a rendering leaves undefined.
+
+  The variables become part of the source, so every program that reads the template of
+  an exported model renders with them. A rendering that gives a variable overrides it.
+
+  Args:
+    template: jinja source, or sources by name.
+    variables: values of JSON by name, as `check_defaults` accepts them.
+  """
+  if not isinstance(template, str):
+    return {name: f"{with_defaults(x, variables)}" for name, x in template.items()}
+  # A copy through JSON makes lists of tuples. Literals of Python are literals of jinja.
+  plain = json.loads(json.dumps(dict(variables)))
+  lines = [
+    f"{{% if {name} is not defined or {name} is none %}}"
+    f"{{% set {name} = {value!r} %}}{{% endif %}}\n"
+    for name, value in plain.items()
+  ]
+  return "".join(lines) + template  # jinja drops each line break after a block
+
+
+def check_defaults(variables: Mapping[str, Any], key: str) -> None:
+  """Refuses variables that `with_defaults` cannot write into a template.
+
+  Args:
+    variables: as for `with_defaults`.
+    key: configuration key or argument of the variables, for the message.
+
+  Raises:
+    ValueError: a reserved name, a name that jinja cannot set, tools or documents, or a
+      value that JSON does not have.
+  """
+  check_variables(variables, key)
+  for name, value in variables.items():
+    if name in ("tools", "documents"):
+      raise ValueError(
+        f"{key}.{name} is set; expected variables of the template such as "
+        f"enable_thinking. Give {name} with each record, or in data.template_args"
+      )
+    if not name.isidentifier() or name in _JINJA_WORDS:
+      raise ValueError(
+        f"{key} has the name {name!r}; expected the name of a jinja variable. Give "
+        "the name that the template reads"
+      )
+    try:
+      json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"{key}.{name} is {value!r}; expected text, a number, true, false, null, or "
+        "lists and mappings of them. Change the value"
+      ) from error
+
+
+def render(
+  template: str,
+  messages: Sequence[Message],
+  *,
+  add_generation_prompt: bool = False,
+  tools: Sequence[Mapping[str, Any]] | None = None,
+  documents: Sequence[Mapping[str, Any]] | None = None,
+  now: datetime.datetime | None = None,
+  generation_marks: tuple[str, str] = ("", ""),
+  **variables: Any,
+) -> str:
+  """Renders a conversation to the text that a model reads.
+
+  Args:
+    template: jinja source, as in a tokenizer's `chat_template`.
+    messages: dicts with "role", "content" and further keys that the template reads.
+      Keys with the value None are left out, except "content" beside "tool_calls".
+    add_generation_prompt: end with the header of the assistant's next turn.
+    tools: JSON schemas of the tools that the model may call.
+    documents: dicts with "title" and "text", for templates that quote them.
+    now: time that `strftime_now` shows; None: the present time. Training data is
+      rendered with a fixed time, so that tokens do not depend on the day of the run.
+    generation_marks: texts to print before and after each `{% generation %}` block.
+    **variables: further names for the template (`bos_token`, `enable_thinking`, ...).
+
+  Raises:
+    ChatTemplateError: the template is no valid jinja, or fails, in jinja or in Python.
+    TypeError: a tool is a function instead of its JSON schema.
+  """
+  import jinja2
+
+  for tool in tools or ():
+    if not _is_schema(tool):
+      raise TypeError(
+        f"tools has a {type(tool).__name__}, expected JSON schemas (dicts): pass "
+        f"{_TOOL_SCHEMA}"
+      )
+  limits.BUDGET.steps = 0
+  try:
+    return _compiled(template).render(
+      messages=[_clean(message) for message in messages],
+      add_generation_prompt=add_generation_prompt,
+      tools=tools,
+      documents=documents,
+      strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
+      generation_marks=generation_marks,
+      **variables,
+    )
+  except ChatTemplateError:
+    raise
+  except jinja2.TemplateError as error:
+    raise ChatTemplateError(
+      f"the chat template refuses this conversation: {error}"
+    ) from error
+  # A template is a program of the user and may raise any Python error, for example a
+  # TypeError for the sum of text and a number.
+  except Exception as error:
+    raise ChatTemplateError(
+      f"the chat template fails on this conversation ({_place(error)}"
+      f"{type(error).__name__}: {error}): correct the template or the record"
+    ) from error
+
+
+def marks_generation(template: str) -> bool:
+  """Returns True if the template has `{% generation %}` blocks.
+
+  Raises:
+    ChatTemplateError: the template is no valid jinja.
+  """
+  # Only the blocks read this name: templates that call it themselves do not exist.
+  return "generation_marks" in _variables(template)
+
+
+def reads_tools(template: str) -> bool:
+  """Returns True if the template reads the variable `tools`.
+
+  Raises:
+    ChatTemplateError: the template is no valid jinja.
+  """
+  return "tools" in _variables(template)
+
+
+@functools.lru_cache(maxsize=32)
+def _variables(template: str) -> set[str]:
+  """Returns the names that a rendering gives to a template."""
+  import jinja2.meta
+
+  _compiled(template)
+  return jinja2.meta.find_undeclared_variables(_environment().parse(template))
+
+
+def _is_schema(tool: Any) -> bool:
+  return isinstance(tool, Mapping)
+
+
+def _place(error: Exception) -> str:
+  """Returns "line 3, " if jinja reports the line of the template, else ""."""
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+  return f"line {lines[-1]}, " if lines else ""
+
+
+def _clean(message: Message) -> dict[str, Any]:
+  """Drops keys with the value None, and stores reasoning under both common names."""
+  # Some templates print the calls of a turn only if its content is none.
+  kept = ("content",) if message.get("tool_calls") else ()
+  cleaned = {k: v for k, v in message.items() if v is not None or k in kept}
+  for key in _REASONING_KEYS:
+    if key in cleaned:
+      return {"thinking": cleaned[key], **cleaned, "reasoning_content": cleaned[key]}
+  return cleaned
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> Any:
+  import jinja2
+
+  try:
+    return _environment().from_string(template)
+  except jinja2.TemplateSyntaxError as error:
+    raise ChatTemplateError(
+      f"the chat template is no valid jinja (line {error.lineno}): {error.message}"
+    ) from error
+
+
+def _bounded_filter(name: str, function: Any) -> Any:
+  """Returns a filter that takes steps for its value and its result."""
+
+  @functools.wraps(function)  # keeps jinja's mark of filters that take the context
+  def call(*args: Any, **kwargs: Any) -> Any:
+    skipped = int(hasattr(function, "jinja_pass_arg"))
+    given = args[skipped:]
+    if name == "join" and given:
+      given = (list(given[0]), *given[1:])
+      args = (*args[:skipped], *given)
+    for arg in given:
+      limits.spend_read(arg)
+    if given:
+      limits.check_call(name, (*given, *kwargs.values()))
+    return limits.spend(function(*args, **kwargs))
+
+  return call
+
+
+# jinja's tests that compare or read whole texts.
+_READING_TESTS = (
+  *("eq", "equalto", "==", "ne", "!=", "in", "lower", "upper"),
+  *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
+)
+
+
+def _reading_test(function: Any) -> Any:
+  """Returns a test that takes steps for the texts that it reads."""
+
+  def call(*args: Any) -> Any:
+    for arg in args:
+      limits.spend_read(arg)
+    return function(*args)
+
+  return call
+
+
+def _bound_tree(template: Any) -> None:
+  """Makes loops, `~`, comparisons, slices and literals of a template take steps."""
+  import jinja2.nodes as nodes
+  import jinja2.visitor
+
+  def spending(node: Any, name: str) -> Any:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+  class Bounds(jinja2.visitor.NodeTransformer):
+    def visit_For(self, node: Any) -> Any:
+      self.generic_visit(node)
+      tick = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
+      node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+      if node.test is not None:
+        node.test = nodes.And(tick, node.test, lineno=node.lineno)
+      return node
+
+    def visit_Operand(self, node: Any) -> Any:
+      self.generic_visit(node)
+      # Comparing with a literal reads no more than the literal.
+      if node.op in ("in", "notin") or not isinstance(node.expr, nodes.Const):
+        node.expr = spending(node.expr, "_spend_read")
+      return node
+
+    def visit_Getitem(self, node: Any) -> Any:
+      self.generic_visit(node)
+      if isinstance(node.arg, nodes.Slice):
+        return spending(node, "_spend")
+      if not isinstance(node.arg, nodes.Const):
+        node.arg = spending(node.arg, "_spend")
+      return node
+
+    def visit_Concat(self, node: Any) -> Any:
+      return spending(self.generic_visit(node), "_spend")
+
+    def visit_List(self, node: Any) -> Any:
+      self.generic_visit(node)
+      is_target = getattr(node, "ctx", "load") != "load"
+      return node if is_target else spending(node, "_spend_all")
+
+    visit_Tuple = visit_Dict = visit_List
+
+  Bounds().visit(template)
+
+
+@functools.lru_cache(maxsize=1)
+def _sandbox() -> Any:
+  """Returns the class of jinja's sandbox whose operations take steps."""
+  import jinja2.sandbox
+  import jinja2.utils
+
+  class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    @property
+    def tick(self) -> bool:
+      limits.BUDGET.take(1)
+      return True
+
+    def _generate(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+      _bound_tree(source)
+      source.set_environment(self)
+      return super()._generate(source, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+      if operator == "+":
+        return limits.spend(left + right)
+      limits.check_operation(operator, left, right)
+      return limits.spend(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+      owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
+      if isinstance(owner, str | bytes | list | tuple):
+        limits.spend_read(owner)
+      for arg in args:
+        limits.spend_read(arg)
+      if isinstance(owner, str | bytes | int):
+        limits.check_call(called.__name__, (owner, *args, *kwargs.values()))
+      elif called is dict:
+        limits.spend_all((args, kwargs))
+      limits.BUDGET.take(limits.STEPS_OF_CALL)
+      return limits.spend(super().call(context, called, *args, **kwargs))
+
+  class Namespace(jinja2.utils.Namespace):
+    __repr__ = object.__repr__  # the text of namespaces within namespaces has no end
+
+  def build(**options: Any) -> Any:
+    environment = Sandbox(finalize=limits.spend, **options)
+    for name, function in environment.filters.items():
+      environment.filters[name] = _bounded_filter(name, function)
+    for name in _READING_TESTS:
+      environment.tests[name] = _reading_test(environment.tests[name])
+    environment.filters["_spend_read"] = limits.spend_read
+    environment.filters["_spend"] = limits.spend
+    environment.filters["_spend_all"] = limits.spend_all
+    environment.globals["namespace"] = Namespace
+    del environment.globals["lipsum"]  # texts of any length
+    return environment
+
+  return build
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> Any:
+  import jinja2.ext
+  import jinja2.nodes as nodes
+
+  class GenerationBlock(jinja2.ext.Extension):
+    """The tag {% generation %}...{% endgeneration %}, between `generation_marks`."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's form)
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+      def mark(place: int) -> Any:
+        marks = nodes.Name("generation_marks", "load", lineno=line)
+        text = nodes.Getitem(marks, nodes.Const(place), "load", lineno=line)
+        return nodes.Output([text], lineno=line)
+
+      # As in transformers, `set` inside the block has no effect outside.
+      return nodes.Scope([mark(0), *body, mark(1)], lineno=line)
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # jinja2's own filter escapes <, >, & and ', which tool schemas may hold.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+  environment = _sandbox()(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[GenerationBlock, jinja2.ext.loopcontrols],
+  )
+  environment.filters["tojson"] = _bounded_filter("tojson", to_json)
+  environment.globals["raise_exception"] = raise_exception
+  return environment

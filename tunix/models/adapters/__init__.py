@@ -1,0 +1,1 @@
+"""Adapters as files and as modules; `tunix.models.lora` calls it."""

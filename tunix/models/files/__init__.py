@@ -1,0 +1,1 @@
+"""Files of weights, read and checked without running code from them."""

@@ -1,0 +1,1 @@
+"""Attention: the layer, its positions, and the paths that compute it."""

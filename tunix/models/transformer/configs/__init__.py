@@ -1,0 +1,1 @@
+"""Parts of `tunix.models.transformer.config`."""

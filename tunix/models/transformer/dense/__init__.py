@@ -1,0 +1,1 @@
+"""Linear layers, MLPs, and the products that they are made of."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: layer, routing, and experts on several devices."""

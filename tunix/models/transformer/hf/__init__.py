@@ -1,0 +1,1 @@
+"""Configurations of Hugging Face folders; the families call it."""

@@ -1,0 +1,1 @@
+"""Mixers with a recurrent state: delta rule and Mamba-2."""

@@ -1,0 +1,1 @@
+"""How arrays of the decoder lie on a mesh."""

@@ -1,0 +1,1 @@
+"""Linear recurrences: delta rule, state spaces, short convolutions."""

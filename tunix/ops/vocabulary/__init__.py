@@ -1,0 +1,1 @@
+"""Log-probabilities over a vocabulary, in chunks."""

@@ -1,0 +1,1 @@
+"""Rollouts into training examples; the schedules call it."""

@@ -1,0 +1,396 @@
+"""Rollouts by environments: a batch of prompts becomes episodes, and these the rows."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.generate.sizes import batching
+from tunix.rl import route_arrays
+from tunix.rl.common import Rollouts
+from tunix.rl.env import making
+from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.env.episode import Episode, Row
+from tunix.rl.env.making import MakeEnv
+from tunix.rl.env.policy import Policy
+from tunix.rl.env.processes import EnvProcesses
+from tunix.rl.env.runner import Runner
+from tunix.rl.experience import saved_rollouts
+from tunix.rl.metrics import Mean
+from tunix.rl.pipeline import PROMPTS, PromptBatch
+from tunix.rl.reward.outcomes import Failed, Outcome, checked
+from tunix.rl.rl_cluster import RLCluster
+from tunix.sft.metrics_logger import Mode
+from tunix.utils import coordination
+from tunix.utils.metric import Metric
+
+_WITH_ENV = "if completions are episodes in environments"
+METRICS = (
+  Metric("episodes/turns", "actions", "mean number of actions", "train", _WITH_ENV),
+  Metric(
+    "episodes/observation_tokens",
+    "tokens",
+    "mean number of tokens that environments added",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "episodes/rows", "rows", "mean number of rows that are trained", "train", _WITH_ENV
+  ),
+  Metric(
+    "episodes/malformed_calls",
+    "share",
+    "actions with a call of a tool that could not be read",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "episodes/finish/<reason>",
+    "share",
+    "episodes that ended for this reason: done, turns, tokens, observation, seconds, "
+    "failed",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "env/<name>",
+    "of the environment",
+    "mean of a number that environments gave with their answers",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "perf/env_wait_sec",
+    "s",
+    "time in which nothing was drawn, because all episodes waited for environments",
+    condition=_WITH_ENV,
+  ),
+)
+
+
+class Episodes:
+  """Draws the completions of batches in environments.
+
+  Args:
+    cluster: the models.
+    make: makes the environments, see the module.
+    config: limits; None: the defaults.
+
+  Attributes:
+    config: the limits.
+
+  Raises:
+    TypeError: `make` cannot be called.
+    ValueError: there is a reward model, a size of parts of a batch, or there are
+      several processes without an engine in each.
+  """
+
+  def __init__(
+    self, cluster: RLCluster, make: MakeEnv, config: EpisodeConfig | None = None
+  ):
+    if not callable(make):
+      raise TypeError(
+        f"env is a {type(make).__name__}, expected a function env(prompt, **columns) "
+        "that makes an environment"
+      )
+    if jax.process_count() > 1 and not cluster.rollout.is_per_process:
+      raise ValueError(
+        f"env is set and there are {jax.process_count()} processes, whose environments "
+        'cannot share one engine: set rollout_engine to "per_process", or start one '
+        "process with all devices"
+      )
+    size = cluster.cluster_config.training_config.rollout_micro_batch_size
+    if size is not None:
+      raise ValueError(
+        f"env is set and rollout_micro_batch_size is {size}, but all episodes of a "
+        "batch run at once: bound the completions at once by rollout.slots "
+        "(RolloutConfig.slots) instead"
+      )
+    if cluster.reward is not None:
+      raise ValueError(
+        "env is set and there is a reward model, which reads one answer: give the "
+        "reward in the environment, or as a reward function"
+      )
+    self._cluster, self._make = cluster, make
+    self.config = EpisodeConfig() if config is None else config
+    self._processes = None
+    if self.config.isolation == "process":
+      limits = {n: getattr(self.config, n) for n in ("timeout_s", "memory_bytes")}
+      self._processes = EnvProcesses(functools.partial(making.one, make), **limits)
+    self._waited_s = 0.0
+
+  def check_columns(self, columns: Iterable[str]) -> None:
+    """Checks that the data has the columns that `env` needs.
+
+    Raises:
+      ValueError: a column is missing.
+    """
+    making.arguments(self._make, dict.fromkeys(["prompt", *columns]))
+
+  def rollouts(
+    self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
+  ) -> Rollouts:
+    """Runs the episodes of a batch; the rewards of functions are still missing.
+
+    Each of several processes runs the episodes of its share of the prompts, and
+    receives those of the others without their environments.
+
+    Args:
+      batch: the prompts.
+      mode: the mode whose sampling settings are used.
+      group: completions of each prompt.
+      key: key of the batch.
+
+    Raises:
+      AbsentError: another process failed, or did not take part in time.
+      TypeError: a message of an environment is not JSON, with several processes.
+    """
+    mine = coordination.share(len(batch.prompts))
+    run = functools.partial(self._share, batch, mine, mode, group, key)
+    if jax.process_count() == 1:
+      return self._rows(run(), batch, mode, group)
+    rollout: Any = self._cluster.rollout  # one in each process, see the constructor
+    to_json = lambda: saved_rollouts.episodes_to_json(run())
+    parts = rollout.exchange("episodes", to_json)
+    episodes = [x for part in parts for x in saved_rollouts.episodes_from_json(part)]
+    return self._rows(episodes, batch, mode, group)
+
+  def _share(
+    self, batch: PromptBatch, mine: range, mode: Mode, group: int, key: jax.Array
+  ) -> list[Episode]:
+    """Runs the episodes of some prompts of a batch."""
+    config = self._cluster.cluster_config.rollout(mode)
+    limit = config.max_prompt_length + self.config.max_tokens
+    sizes = {"episodes": len(mine) * group, "limit": limit, "first": mine.start * group}
+    if not mine:
+      return []
+    with self._cluster.turns(mode, key, **sizes) as policy:
+      episodes, waited_s = self._run(batch.take(mine), mode, group, policy)
+    self._waited_s += waited_s
+    return episodes
+
+  def run(self, batch: PromptBatch, mode: Mode, group: int, policy: Policy) -> Rollouts:
+    """Runs the episodes of a batch in this process; several threads may do so.
+
+    Args:
+      batch, mode, group: see `rollouts`.
+      policy: draws the actions; the numbers of episodes start at 0. The rollouts have
+        the versions that it gives.
+    """
+    episodes, _ = self._run(batch, mode, group, policy)
+    return self._rows(episodes, batch, mode, group, has_versions=True)
+
+  def _run(
+    self, batch: PromptBatch, mode: Mode, group: int, policy: Policy
+  ) -> tuple[list[Episode], float]:
+    """Returns the episodes, and the seconds in which only environments worked."""
+    cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
+    makers = []
+    for row in batch.rows():
+      values = {"prompt": row.pop(PROMPTS), **row}
+      # A missing column is no fault of an environment, and ends the run.
+      making.arguments(self._make, values)
+      made = functools.partial(making.one, self._make, values)
+      if self._processes is not None:
+        made = functools.partial(self._processes.environment, values=values)
+      makers.append(functools.partial(making.group_of, made, group))
+    runner = Runner(
+      cluster.tokenizer,
+      self.config,
+      max_prompt_length=config.max_prompt_length,
+      max_action_tokens=config.max_tokens_to_generate,
+    )
+    return runner.run(makers, group, policy), runner.waited_s
+
+  def _rows(
+    self,
+    episodes: list[Episode],
+    batch: PromptBatch,
+    mode: Mode,
+    group: int,
+    *,
+    has_versions: bool = False,
+  ) -> Rollouts:
+    config = self._cluster.cluster_config
+    bucketed = config.training_config.bucketed_lengths
+    widths = config.rollout(mode).max_prompt_length, self.config.max_tokens
+    options = {"bucketed": bucketed, "has_versions": has_versions}
+    return rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)
+
+  def close(self) -> None:
+    """Ends the processes of environments."""
+    if self._processes is not None:
+      self._processes.close()
+
+  def take_waited(self) -> float:
+    """Returns the seconds since the last call in which only environments worked."""
+    waited, self._waited_s = self._waited_s, 0.0
+    return waited
+
+
+def rollouts_of(
+  episodes: Sequence[Episode],
+  batch: PromptBatch,
+  widths: tuple[int, int],
+  group_size: int,
+  max_rows: int,
+  *,
+  bucketed: bool,
+  has_versions: bool = False,
+) -> Rollouts:
+  """Pads the rows of episodes to arrays.
+
+  Args:
+    episodes: the episodes, group by group.
+    batch: their prompts.
+    widths: most tokens of a prompt, and of a row after it.
+    group_size: episodes of a prompt.
+    max_rows: most rows of an episode; one with more fails.
+    bucketed: see `PromptSizes.bucketed_lengths`.
+    has_versions: if True, the rollouts have the versions of the drawn tokens.
+  """
+  rows = [_rows_of(episode, max_rows) for episode in episodes]
+  # A power of two, so that few programs are compiled.
+  most = max(map(len, rows), default=1)
+  each = min(max_rows, batching.bucket(max(1, most)))
+  placed = [_placed(row, widths[0]) for group in rows for row in _filled(group, each)]
+  width, space = widths
+  if bucketed:
+    longest = lambda parts: batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
+    width = min(width, longest([row.prompt for row in placed]))
+    space = min(space, longest([row.ids for row in placed]))
+  prompts = [row.prompt for row in placed]
+  prompt_ids, prompt_mask = batching.left_padded(prompts, len(placed), width, 0)
+  padded = lambda name, kind: batching.right_padded(
+    [getattr(row, name) for row in placed], space, kind
+  )
+  drawn = padded("drawn", bool)
+  versions = None
+  if has_versions:
+    versions = np.where(drawn, padded("versions", np.int32), 0).astype(np.int32)
+  return Rollouts(
+    batch=batch,
+    text=[episode.text for episode in episodes],
+    finish_reasons=[episode.finish_reason for episode in episodes],
+    prompt_ids=prompt_ids,
+    prompt_mask=prompt_mask,
+    completion_ids=padded("ids", np.int32),
+    completion_mask=drawn,
+    rollout_logps=padded("logps", np.float32),
+    versions=versions,
+    group_size=group_size,
+    episodes=list(episodes),
+    episode_rows=each,
+    turn_rewards=padded("rewards", np.float32),
+    **route_arrays.padded([row.routes for row in placed], prompts, width, space),
+  )
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _rows_of(episode: Episode, most: int) -> list[Row]:
+  rows = [] if episode.failure else episode.rows()
+  if len(rows) > most:
+    episode.finish_reason = "failed"
+    episode.failure = (
+      f"the episode has {len(rows)} rows, and max_rows is {most}: raise max_rows, or "
+      'set history="keep" if a chat template rewrites earlier answers'
+    )
+    return []
+  return rows
+
+
+def _filled(rows: list[Row], count: int) -> list[Row]:
+  """Adds rows without a drawn token."""
+  prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
+  none = np.zeros(0, np.float32)
+  empty = Row(
+    prompt=prompt,
+    ids=_NONE,
+    drawn=np.zeros(0, bool),
+    logps=none,
+    versions=_NONE,
+    rewards=none,
+  )
+  return [*rows, *[empty] * (count - len(rows))]
+
+
+def _placed(row: Row, width: int) -> Row:
+  """Moves the end of a prompt that is longer than `width` to the tokens after it.
+
+  The first prompt of an episode always fits; that of a later row holds the conversation
+  so far.
+  """
+  over = row.prompt[width:]
+  if not len(over):
+    return row
+  before = lambda x, kind: np.concatenate([np.zeros(len(over), kind), x])
+  return Row(
+    prompt=row.prompt[:width],
+    ids=np.concatenate([over, row.ids]),
+    drawn=before(row.drawn, bool),
+    logps=before(row.logps, np.float32),
+    versions=None if row.versions is None else before(row.versions, np.int32),
+    rewards=before(row.rewards, np.float32),
+    routes=row.routes,
+  )
+
+
+def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
+  """Returns the rewards of episodes; an episode that failed has none."""
+  return [
+    checked(episode.reward, "the sum of rewards is")
+    if episode.failure is None
+    else Failed(episode.failure)
+    for episode in episodes
+  ]
+
+
+def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+  """Returns what reward functions receive of episodes besides the texts of answers.
+
+  `environments` has the environments (those of TRL as the user made them), and
+  `conversations` the messages.
+  """
+  if not episodes:
+    return {}
+  envs = [episode.environment for episode in episodes]
+  return {
+    making.ENVIRONMENTS: [getattr(env, "environment", env) for env in envs],
+    making.CONVERSATIONS: [episode.messages for episode in episodes],
+  }
+
+
+def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
+  """Returns the metrics of episodes; {} without."""
+  if not episodes:
+    return {}
+  mean = lambda values: Mean(float(np.mean(values)), len(values))
+  rows = [episode.rows() for episode in episodes]
+  drawn = [sum(len(turn.action) for turn in episode.turns) for episode in episodes]
+  observed = [
+    sum(len(row.ids) for row in each) - count for each, count in zip(rows, drawn)
+  ]
+  actions = [turn.action for episode in episodes for turn in episode.turns]
+  out = {
+    "episodes/turns": mean([len(episode.turns) for episode in episodes]),
+    "episodes/observation_tokens": mean(observed),
+    "episodes/rows": mean([len(each) for each in rows]),
+  }
+  if actions:
+    out["episodes/malformed_calls"] = mean([a.problem is not None for a in actions])
+  reasons = [episode.finish_reason for episode in episodes]
+  for reason in sorted(set(reasons)):
+    out[f"episodes/finish/{reason}"] = mean([r == reason for r in reasons])
+  named: dict[str, list[float]] = collections.defaultdict(list)
+  for episode in episodes:
+    for values in (episode.metrics, *(turn.metrics for turn in episode.turns)):
+      for name, value in values.items():
+        named[name].append(value)
+  return out | {f"env/{name}": mean(values) for name, values in sorted(named.items())}

@@ -1,0 +1,1 @@
+"""Rewards of completions, in this process and in workers."""

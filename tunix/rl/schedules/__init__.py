@@ -1,0 +1,1 @@
+"""The order of sampling and training; the learner calls it."""

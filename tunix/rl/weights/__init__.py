@@ -1,0 +1,1 @@
+"""Weights from trainer to sampler: placement, resharding, synchronization."""

@@ -1,0 +1,1 @@
+"""HTTP without models: forms, limits, connections, other hosts."""

@@ -1,0 +1,1 @@
+"""The routes of OpenAI's protocol, and what a request passes on the way."""

@@ -1,0 +1,1 @@
+"""The parts of `tunix.sft.checkpoint_manager`."""

@@ -1,0 +1,1 @@
+"""The loop of every trainer, and what may interrupt it."""

@@ -1,0 +1,1 @@
+"""Where metrics go; `tunix.sft.metrics_logger` calls it."""

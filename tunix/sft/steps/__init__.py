@@ -1,0 +1,1 @@
+"""One optimizer step: its state, its programs, its metrics."""

@@ -1,0 +1,1 @@
+"""Losses and optimizer of the Tinker service, without a protocol."""

@@ -1,0 +1,1 @@
+"""The wire of Tinker: fields, values and bytes."""

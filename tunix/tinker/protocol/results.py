@@ -1,0 +1,108 @@
+"""Results of requests that clients may still ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from tunix.tinker.protocol import packed
+
+Key = TypeVar("Key", bound=Hashable)
+
+_OVERHEAD = 1024  # bytes of a result besides its arrays, about
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """The result of a request.
+
+  Attributes:
+    values: JSON values.
+    arrays: arrays by name.
+    error: text for people if the request failed, else None.
+    category: "user" or "server", who can correct the error.
+  """
+
+  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  error: str | None = None
+  category: str = "user"
+
+  @classmethod
+  def of(cls, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Result:
+    """Returns the result of a record that was unpacked."""
+    kept = {name: meta[name] for name in ("values", "error", "category")}
+    return cls(**kept, arrays=arrays)
+
+  def record(self, **key: Any) -> bytes:
+    """Returns the record for a journal, with a key for the reader."""
+    meta = {"type": "result", **key, "values": dict(self.values)}
+    meta |= {"error": self.error, "category": self.category}
+    return packed.pack(meta, self.arrays)
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes in memory, about."""
+    return _OVERHEAD + sum(x.nbytes for x in self.arrays.values())
+
+
+def start_record(count: int, **key: Any) -> bytes:
+  """Returns the record for a journal of the starts of a request so far."""
+  return packed.pack({"type": "start", **key, "count": count}, {})
+
+
+def stopped_too_often(starts: int) -> Result:
+  """Returns the result of a request that was begun too often and never ended."""
+  return Result(
+    error=f"the service ended {starts} times while it computed this request; expected "
+    f"it to end within {starts} starts. Send a smaller request, or read the log of the "
+    "server",
+    category="server",
+  )
+
+
+class Results(Generic[Key]):
+  """Results by key. Where they take too much, the oldest ones are dropped.
+
+  A client that goes away never asks for its results, so nothing else would end them.
+
+  Args:
+    most: most bytes of all results. The newest one is kept in any case.
+  """
+
+  def __init__(self, most: int):
+    self._most, self._bytes = most, 0
+    self._found: dict[Key, Result] = {}
+
+  def __setitem__(self, key: Key, result: Result) -> None:
+    self.pop(key)
+    self._found[key] = result
+    self._bytes += result.nbytes
+    while self._bytes > self._most and len(self._found) > 1:
+      self.pop(next(iter(self._found)))
+
+  def __contains__(self, key: Key) -> bool:
+    return key in self._found
+
+  def __iter__(self) -> Iterator[Key]:
+    return iter(self._found)
+
+  def __len__(self) -> int:
+    return len(self._found)
+
+  def get(self, key: Key) -> Result | None:
+    """Returns a result, or None."""
+    return self._found.get(key)
+
+  def pop(self, key: Key) -> None:
+    """Drops a result, if it is there."""
+    result = self._found.pop(key, None)
+    if result is not None:
+      self._bytes -= result.nbytes
+
+  def items(self) -> list[tuple[Key, Result]]:
+    """Returns keys and results, the oldest first."""
+    return list(self._found.items())

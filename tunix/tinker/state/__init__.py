@@ -1,0 +1,1 @@
+"""What the Tinker service keeps in its root."""

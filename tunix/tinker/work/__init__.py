@@ -1,0 +1,1 @@
+"""What workers of the Tinker service do: training and sampling."""
