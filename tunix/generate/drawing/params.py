@@ -15,6 +15,15 @@ from tunix.utils import checks
 # and with 1e-38 it would exceed 3e38, the largest float32.
 _LOWEST_TEMPERATURE = 1e-10
 
+_RANGES = {
+  "temperature": checks.NOT_NEGATIVE,
+  "top_p": checks.Range(0, 1, beyond=True),
+  "top_k": checks.COUNT,
+  "min_p": checks.SHARE,
+  "seed": checks.SEED,
+  "eos_tokens": checks.NOT_NEGATIVE,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -55,15 +64,8 @@ class SamplingParams:
   def __post_init__(self):
     for rule, keyword in self._keywords.items():
       object.__setattr__(self, rule, getattr(self, keyword))
-    checks.fields(
-      self,
-      temperature=checks.NOT_NEGATIVE,
-      top_p=checks.Range(0, 1, beyond=True),
-      top_k=checks.COUNT,
-      min_p=checks.SHARE,
-      seed=checks.SEED,
-      eos_tokens=checks.NOT_NEGATIVE,
-    )
+    keywords = self.keywords()
+    checks.fields(self, **{keywords[rule]: x for rule, x in _RANGES.items()})
     if 0 < self.temperature < _LOWEST_TEMPERATURE:
       raise ValueError(
         f"temperature is {self.temperature}, expected 0 (greedy) or at least "

@@ -91,7 +91,7 @@ class RolloutConfig(SamplingParams):
 
     The seed is not among them: each call has its own.
     """
-    rules = {**self.rules(), "stop_strings": self.stops}
+    rules = {**self.rules(), "stop_strings": self.stop_strings or ()}
     del rules["seed"]
     return {k: v for k, v in rules.items() if k in _ALWAYS or v != _DEFAULTS[k]}
 
