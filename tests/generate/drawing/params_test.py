@@ -2,19 +2,23 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from tests.generate import toy_ids
 from tunix.cli.jobs.distill import StudentRollout
 from tunix.cli.jobs.rl_settings import RolloutSettings
 from tunix.cli.settings import keys
 from tunix.distillation.on_policy_trainer import OnPolicyConfig
+from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.drawing import filters
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine.request import EngineRequest
+from tunix.generate.engine_sampler import EngineSampler
 from tunix.rl.env.policy import Draw
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.turns import EngineTurns
@@ -102,6 +106,18 @@ def test_every_rule_is_a_key_of_the_command():
     read = keys.of(section)
     assert read.keys() >= SET.rules().keys()
     assert all(read[rule].meaning for rule in SET.rules())
+
+
+def test_rows_of_a_sampler_are_drawn_by_all_rules():
+  options = SamplingOptions.of(
+    SET, max_generation_steps=2, num_samples=2, first_prompt=1
+  )
+  sampler: Any = BaseSampler(toy_ids.Ids())
+  requests = EngineSampler._requests(sampler, [np.array([1])] * 2, options)
+  for number, request in enumerate(requests):
+    assert {**request.rules(), "seed": 7, "eos_tokens": (4, 5)} == SET.rules()
+    assert jax.random.key_data(request.seed)[1] == 7
+    assert request.first_row == 2 * (1 + number) and request.stop_ids == [4, 5]
 
 
 class Recording:
