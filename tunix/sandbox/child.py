@@ -79,7 +79,7 @@ class Children:
     )
     self._timeout_s = timeout_s
     self.running: list[Child] = []
-    self._close = weakref.finalize(self, _kill_all, self.running)
+    weakref.finalize(self, _kill_all, self.running)
 
   def start(self) -> Child:
     """Starts a process. Its first answer comes when it has loaded the function."""
