@@ -24,6 +24,7 @@ LAYERS = {
   "utils": 1,
   "perf": 1,
   "ops": 2,
+  "sandbox": 2,
   "models": 3,
   "generate": 4,
   "data": 4,
