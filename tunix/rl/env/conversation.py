@@ -15,6 +15,7 @@ without its reasoning. The setting `history` decides what the next action then r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -22,7 +23,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.data.chat import TEMPLATE_DATE
-from tunix.generate.answers import tool_calls
+from tunix.generate.answer_reader import AnswerReader
+from tunix.generate.answers.formats import format_for
+from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
@@ -63,7 +66,6 @@ class Conversation:
     self.observed = 0
     self._ids: list[int] = []
     self._calls = 0  # of tools so far
-    self._opened = False  # the prompt ends inside <think>
     self._prompt_text = ""  # of the last action
     self._drawn: list[int] = []  # the last action
 
@@ -89,22 +91,17 @@ class Conversation:
     """Takes the ids that were drawn; returns them as the environment receives them."""
     self._drawn = ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
-    ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
-    kept = ids[:-1] if ended else ids
-    # The marks of tool calls are special tokens in some vocabularies.
-    marked = self._tokenizer.decode(kept, skip_special_tokens=False)
-    marked = self._without_frame(marked)
+    tools = dict(map(_schema, self._tools or ()))
+    tool_format = format_for(self._tokenizer.chat_template, tools)
+    reader = AnswerReader(self._tokenizer, tool_format, tools, self._prompt_text)
     action = Action(ids)
-    action.text = self._tokenizer.decode(kept)
+    is_ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
+    action.text = self._tokenizer.decode(ids[:-1] if is_ended else ids)
     action.finish_reason = finish_reason
-    action.message, action.problem = read_answer(
-      marked,
-      tool_calls.format_of(self._tokenizer.chat_template) if self._tools else "none",
-      dict(map(_schema, self._tools or ())),
-      opened=self._opened,
-      calls=self._calls,
-    )
-    self._calls += len(action.message.get("tool_calls", ()))
+    piece = reader.push(ids, action.text, is_last=True)
+    piece = dataclasses.replace(piece, content=self._without_frame(piece.content))
+    action.message, action.problem = _message(piece, self._calls), reader.problem
+    self._calls += len(piece.calls)
     if self.messages:
       self.messages.append(action.message)
     return action
@@ -125,7 +122,6 @@ class Conversation:
       ids = list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
       return ids, len(ids)
     whole = self._rendered([*self.messages, *new], True)
-    self._opened = tool_calls.opens_reasoning(whole)
     before, self._prompt_text = self._prompt_text, whole
     if not self.messages:
       ids = self._tokenizer.encode(whole)
@@ -149,7 +145,7 @@ class Conversation:
     return [*self._ids, *added], len(added)
 
   def _without_frame(self, text: str) -> str:
-    """Removes what the template prints around every answer, such as a channel."""
+    """Removes what the template prints around every answer, such as a line break."""
     if not self.messages or not self._tokenizer.has_chat_template():
       return text
     plain = {"role": "assistant", "content": _PLACEHOLDER}
@@ -230,29 +226,8 @@ class Conversation:
     )
 
 
-def read_answer(
-  text: str,
-  tool_format: str,
-  tools: Mapping[str, Any],
-  *,
-  opened: bool = False,
-  calls: int = 0,
-) -> tuple[Message, str | None]:
-  """Reads reasoning and calls of tools from the text of an answer.
-
-  Args:
-    text: the answer, with the marks of tool calls.
-    tool_format: see `tool_calls.tool_reader`.
-    tools: JSON schemas of the arguments, by name of the tool.
-    opened: True if the prompt ends inside <think>.
-    calls: number of calls before this answer.
-
-  Returns:
-    The message, and a description of a call that could not be read, or None.
-  """
-  reader = tool_calls.tool_reader(tool_format, tools)
-  reader = tool_calls.ReasoningReader(reader, opened)
-  piece = reader.push(text) + reader.end()
+def _message(piece: Piece, calls: int) -> Message:
+  """Returns an answer as a message; `calls` is the number of calls before it."""
   message: Message = {"role": "assistant", "content": piece.content}
   if piece.reasoning:
     message["reasoning_content"] = piece.reasoning
@@ -267,37 +242,7 @@ def read_answer(
       }
       for number, call in enumerate(piece.calls, calls)
     ]
-  return message, _problem(piece.content, tool_format)
-
-
-def _problem(content: str, tool_format: str) -> str | None:
-  """Describes a call that stayed text, because it could not be read."""
-  marks = {
-    "hermes": tool_calls.OPEN_CALL,
-    "qwen3_coder": tool_calls.OPEN_CALL,
-    "glm4": tool_calls.OPEN_CALL,
-    "deepseek_v3": tool_calls.DEEPSEEK_CALLS,
-    "gemma4": tool_calls.GEMMA_CALL,
-    "mistral": tool_calls.MISTRAL_CALLS,
-    "llama3": tool_calls.PYTHON_TAG,
-    "granite": tool_calls.GRANITE_CALLS,
-    "olmo3": tool_calls.OLMO_CALLS,
-    "phi4_mini": tool_calls.GRANITE_CALLS,
-  }
-  mark = marks.get(tool_format)
-  if tool_format == "phi4_mini" and tool_calls.PHI_CALLS in content:
-    mark = tool_calls.PHI_CALLS
-  if tool_format == "llama3" and content.lstrip().startswith("{"):
-    mark = "{" if '"name"' in content else mark
-  if mark is None or mark not in content:
-    return None
-  wanted = {
-    "gemma4": "call:name{key:value} and <tool_call|>",
-    "olmo3": "lines name(argument=value, ...)",
-    "qwen3_coder": "<function=name>, <parameter=key>value</parameter> and </function>",
-    "glm4": "a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",
-  }.get(tool_format, "JSON with the name of a tool and an object of its arguments")
-  return f"a call of a tool could not be read: after {mark} expected {wanted}"
+  return message
 
 
 def _schema(tool: Mapping[str, Any]) -> tuple[str, Any]:
