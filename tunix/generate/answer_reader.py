@@ -76,6 +76,8 @@ class MarkedText:
     special = tokenizer.special_tokens()
     self._decode = tokenizer.decode
     self._marks = {special[text]: text for text in marks if text in special}
+    # An end-of-sequence token may be no special token, and has no text either.
+    self._without_text = tokenizer.special_ids() - self._marks.keys()
     self._tokens: list[int] = []
     self._sent, self._is_marked = 0, False
 
@@ -84,7 +86,7 @@ class MarkedText:
     if not self._marks:
       return text
     new = [int(token) for token in tokens]
-    self._tokens += new
+    self._tokens += [token for token in new if token not in self._without_text]
     self._is_marked = self._is_marked or any(token in self._marks for token in new)
     if not self._is_marked:
       self._sent += len(text)

@@ -44,61 +44,44 @@ class ToolFormat:
 
   def problem(self, mark: str) -> str:
     """Describes a call that could not be read; `mark` is its opening mark."""
-    return (
-      f"a call of a tool could not be read: after {mark} expected {self.expectation}"
-    )
+    reason = f"after {mark} expected {self.expectation}"
+    return f"a call of a tool could not be read: {reason}"
 
 
-def _between(*marks: Marks) -> Callable[[Tools], Reader]:
-  return lambda tools: MarkedReader(*marks)
+def _between(name: str, *blocks: Marks, **facts: Any) -> ToolFormat:
+  """Returns a form whose calls stand between marks; `facts` are its other fields."""
+  marks = [mark for x in blocks for mark in (x.opening, x.closing) if mark]
+  facts = {"marks": tuple(marks), "template_marks": (blocks[0].opening,), **facts}
+  return ToolFormat(name=name, reader=lambda tools: MarkedReader(*blocks), **facts)
 
 
-_HERMES_MARKS = (marked_calls.OPEN_CALL, marked_calls.CLOSE_CALL)
-_GRANITE_MARKS = (marked_calls.GRANITE_CALLS, marked_calls.GRANITE_END)
 _PYTHON_LINES = "lines name(argument=value, ...)"
 
 # The first form whose template mark occurs in a template is that of the model. Several
 # forms stand between <tool_call> tags, so the more special ones come before hermes.
 _TABLE = (
-  ToolFormat(
-    name="mistral",
-    reader=_between(marked_calls.MISTRAL),
-    marks=marked_calls.MISTRAL_MARKS,
-    template_marks=(marked_calls.MISTRAL_CALLS,),
-  ),
+  _between("mistral", marked_calls.MISTRAL, marks=marked_calls.MISTRAL_MARKS),
   ToolFormat(
     name="qwen3_coder",
     reader=tagged_calls.qwen3_coder_reader,
-    marks=_HERMES_MARKS,
+    marks=tagged_calls.QWEN_MARKS,
     template_marks=(tagged_calls.QWEN_FUNCTION,),
     expectation="<function=name>, <parameter=key>value</parameter> and </function>",
   ),
   ToolFormat(
     name="glm4",
     reader=tagged_calls.glm4_reader,
-    marks=(*_HERMES_MARKS, *tagged_calls.GLM_MARKS),
+    marks=tagged_calls.GLM_MARKS,
     template_marks=(tagged_calls.GLM_KEY,),
     expectation="a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",
   ),
-  ToolFormat(
-    name="deepseek_v3",
-    reader=_between(tagged_calls.DEEPSEEK),
-    marks=tagged_calls.DEEPSEEK_MARKS,
-    template_marks=(tagged_calls.DEEPSEEK_CALLS,),
-  ),
-  ToolFormat(
-    name="gemma4",
-    reader=_between(gemma_calls.GEMMA),
+  _between("deepseek_v3", tagged_calls.DEEPSEEK, marks=tagged_calls.DEEPSEEK_MARKS),
+  _between(
+    *("gemma4", gemma_calls.GEMMA),
     marks=gemma_calls.GEMMA_MARKS,
-    template_marks=(gemma_calls.GEMMA_CALL,),
     expectation="call:name{key:value} and <tool_call|>",
   ),
-  ToolFormat(
-    name="hermes",
-    reader=_between(marked_calls.HERMES),
-    marks=_HERMES_MARKS,
-    template_marks=(marked_calls.OPEN_CALL,),
-  ),
+  _between("hermes", marked_calls.HERMES),
   ToolFormat(
     name="llama3",
     reader=Llama3Reader,
@@ -113,30 +96,16 @@ _TABLE = (
     expectation=f"{harmony.MESSAGE} and a JSON object of its arguments",
     has_channels=True,
   ),
-  ToolFormat(
-    name="granite",
-    reader=_between(marked_calls.GRANITE),
-    marks=_GRANITE_MARKS,
-    template_marks=(marked_calls.GRANITE_CALLS,),
-  ),
-  ToolFormat(
-    name="olmo3",
-    reader=_between(marked_calls.OLMO),
-    marks=(marked_calls.OLMO_CALLS, marked_calls.OLMO_END),
-    template_marks=(marked_calls.OLMO_CALLS,),
-    expectation=_PYTHON_LINES,
-  ),
-  ToolFormat(
-    name="phi4_mini",
-    reader=_between(marked_calls.GRANITE, marked_calls.PHI),
-    marks=_GRANITE_MARKS,
+  _between("granite", marked_calls.GRANITE),
+  _between("olmo3", marked_calls.OLMO, expectation=_PYTHON_LINES),
+  _between(
+    *("phi4_mini", marked_calls.GRANITE, marked_calls.PHI),
     template_marks=(marked_calls.PHI_TOOLS_END,),
   ),
-  # SmolLM3's template has the marks of hermes, which its other tools use.
-  ToolFormat(
-    name="smollm3_code",
-    reader=_between(marked_calls.SMOLLM3_CODE),
-    marks=(marked_calls.CODE, marked_calls.CODE_END),
+  # SmolLM3's template has the marks of hermes, the form of its other tools.
+  _between(
+    *("smollm3_code", marked_calls.SMOLLM3_CODE),
+    template_marks=(),
     expectation=f"{_PYTHON_LINES}, or print(name(...))",
   ),
   ToolFormat(name="none", reader=lambda tools: PlainReader()),
@@ -151,10 +120,8 @@ def format_of(template: Any) -> str:
     template: jinja source, or sources by name, or None.
   """
   source = template if isinstance(template, str) else "".join((template or {}).values())
-  return next(
-    (form.name for form in _TABLE if any(x in source for x in form.template_marks)),
-    "none",
-  )
+  shows = lambda form: any(mark in source for mark in form.template_marks)
+  return next((form.name for form in _TABLE if shows(form)), "none")
 
 
 def format_for(template: Any, tools: Tools, name: str = "auto") -> ToolFormat:

@@ -2,7 +2,7 @@
 
     {"name": "add", "parameters": {"a": 3}}; {"name": "add", "parameters": {"a": 4}}
 
-A mark may stand before the first call.
+A mark may stand before each call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Llama3Reader:
   def end(self) -> Piece:
     text, self._text = self._text, ""
     calls: list[ToolCall] = []
-    rest = text.strip().removeprefix(PYTHON_TAG)
-    while block := json_calls(rest):
+    rest = text.strip()
+    while block := json_calls(rest.removeprefix(PYTHON_TAG)):
       read = [tool_call(*call) for call in block[0] if call[0] in self._tools]
       if not read or len(read) < len(block[0]) or None in read:
         break

@@ -36,7 +36,8 @@ from tunix.generate.answers.marked_calls import (
 )
 
 QWEN_FUNCTION, GLM_KEY = "<function=", "<arg_key>"
-GLM_MARKS = (GLM_KEY, "</arg_key>", "<arg_value>", "</arg_value>")
+QWEN_MARKS = (OPEN_CALL, CLOSE_CALL)
+GLM_MARKS = (*QWEN_MARKS, GLM_KEY, "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def _special(words: str) -> str:

@@ -1,9 +1,9 @@
-"""The tokens of one episode: what was drawn is never decoded and encoded again.
+"""The tokens of one episode. Ids that were drawn are never decoded and encoded again.
 
-The prompt of an action is the prompt of the one before, the ids that were drawn, and
-the ids of the new messages (`Bridge`). Chat templates show only whole conversations, so
-the text of the new messages is what a rendering has more than the rendering that ends
-with the answer before them.
+Each prompt is a list of ids in three parts: the prompt before it, the ids that the
+policy drew, and the ids of the new messages. A chat template renders only whole
+conversations. The text of the new messages is therefore cut out of a rendering: it is
+the text after the last answer.
 
 Some templates print an earlier answer differently once messages follow it, for example
 without its reasoning. The setting `history` decides what the next action then reads:
@@ -61,6 +61,8 @@ class Conversation:
     history: History = "split",
   ):
     self._tokenizer, self._tools = tokenizer, list(tools) or None
+    self._schemas = dict(map(_schema, tools))
+    self._format = format_for(tokenizer.chat_template, self._schemas)
     self._history = history
     self.messages: list[Message] = []
     self.observed = 0
@@ -91,13 +93,11 @@ class Conversation:
     """Takes the ids that were drawn; returns them as the environment receives them."""
     self._drawn = ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
-    tools = dict(map(_schema, self._tools or ()))
-    tool_format = format_for(self._tokenizer.chat_template, tools)
-    reader = AnswerReader(self._tokenizer, tool_format, tools, self._prompt_text)
-    action = Action(ids)
-    is_ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
-    action.text = self._tokenizer.decode(ids[:-1] if is_ended else ids)
+    tokenizer, action = self._tokenizer, Action(ids)
+    is_ended = bool(ids) and ids[-1] in tokenizer.special_ids()
+    action.text = tokenizer.decode(ids[:-1] if is_ended else ids)
     action.finish_reason = finish_reason
+    reader = AnswerReader(tokenizer, self._format, self._schemas, self._prompt_text)
     piece = reader.push(ids, action.text, is_last=True)
     piece = dataclasses.replace(piece, content=self._without_frame(piece.content))
     action.message, action.problem = _message(piece, self._calls), reader.problem
