@@ -90,6 +90,23 @@ def test_mistral_calls():
   assert read(FORMATS["mistral"].reader(()), broken) == piece
 
 
+@pytest.mark.parametrize(
+  ("form", "text", "mark"),
+  [
+    ("harmony", "<|channel|>commentary to=functions.add", "to=functions.add"),
+    ("harmony", "<|channel|>final", ""),
+    ("harmony", "<|channel|>final<|message|>see to=functions.add", ""),
+    ("llama3", "I call <|python_tag|>add()", "<|python_tag|>"),
+    ("llama3", '{"a": 1}', ""),
+    ("hermes", "so <tool_", ""),
+    ("none", CALL, ""),
+  ],
+)
+def test_the_mark_of_a_call_that_cannot_be_read(form, text, mark):
+  assert read(FORMATS[form].reader(["add"]), text).malformed == mark
+  assert read(FORMATS[form].reader(["add"]), *text).malformed == mark
+
+
 TEXTS = st.lists(
   st.sampled_from(
     [
