@@ -123,9 +123,9 @@ class HarmonyReader:
     if self._name is not None:
       return Piece()
     held = max(held_back(self._text, mark) for mark in CLOSING)
-    settled = self._text[: len(self._text) - held]
-    self._text = self._text[len(settled) :]
-    return self._channel_piece(settled)
+    body = self._text[: len(self._text) - held]
+    self._text = self._text[len(body) :]
+    return self._channel_piece(body)
 
   def _message(self, body: str) -> Piece:
     """Returns the rest of a message that is complete."""

@@ -111,24 +111,24 @@ class MarkedReader:
 
   def _settled(self) -> Piece:
     held = max(held_back(self._text, marks.opening) for marks in self._marks)
-    shown = self._text[: len(self._text) - held].rstrip()
-    self._text = self._text[len(shown) :]
-    return Piece(content=shown)
+    content = self._text[: len(self._text) - held].rstrip()
+    self._text = self._text[len(content) :]
+    return Piece(content=content)
 
   def _block(
     self, before: str, marks: Marks, body: str, close: str, after: str
   ) -> Piece:
     """Returns the calls of a block, or its text, and keeps the text after it."""
-    named, rest = marks.read(body) or ([], "")
-    calls = [tool_call(name, arguments, marks.new_id) for name, arguments in named]
+    pairs, rest = marks.read(body) or ([], "")
+    calls = [tool_call(name, arguments, marks.new_id) for name, arguments in pairs]
     if not calls or None in calls:
       # The mark may stand in prose or lack its end, and a call may begin after it.
       starts = [at for x in self._marks if (at := body.find(x.opening)) >= 0]
       self._searched += bool(starts)
       is_searched = starts and self._searched <= _MOST_SEARCHED
-      kept = body[: min(starts)].rstrip() if is_searched else body + close
-      self._text = (body + close)[len(kept) :] + after
-      content = f"{before}{marks.opening}{kept}"
+      text = body[: min(starts)].rstrip() if is_searched else body + close
+      self._text = (body + close)[len(text) :] + after
+      content = f"{before}{marks.opening}{text}"
       return Piece(content=content, malformed=marks.opening)
     if marks.closing and not close:  # behind more marks than were looked at
       rest, close, after = rest.partition(marks.closing)

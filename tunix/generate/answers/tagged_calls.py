@@ -155,7 +155,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _joined(schema: Any, root: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
-  """Yields a schema and those that it includes by `allOf` and local `$ref`.
+  """Yields a schema and the schemas that it includes by `allOf` and local `$ref`.
 
   Args:
     schema: the schema.
@@ -184,8 +184,8 @@ def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> set[st
   """
   types: set[str] = set()
   for part in _joined(schema, root, followed) if depth <= 32 else ():
-    named = part.get("type")
-    own = {named} if isinstance(named, str) else set(map(str, _listed(named)))
+    kind = part.get("type")
+    own = {kind} if isinstance(kind, str) else set(map(str, _listed(kind)))
     own |= set(map(_type, _constants(part)))
     for option in _listed(part.get("anyOf") or part.get("oneOf")):
       own |= _types(option, root, followed, depth + 1)
@@ -218,8 +218,8 @@ def _value(text: str, schema: Any, root: Any) -> Any:
   value = _parsed(text)
   is_null = value is None and text.strip() in ("null", "None")
   if "string" in types:
-    listed = [x for part in _joined(schema, root, set()) for x in _constants(part)]
-    is_listed = value in listed and text not in listed
+    values = [x for part in _joined(schema, root, set()) for x in _constants(part)]
+    is_listed = value in values and text not in values
     return value if is_listed or (is_null and "null" in types) else text
   return value if value is not None or is_null else text
 

@@ -69,7 +69,7 @@ class Conversation:
     self._ids: list[int] = []
     self._calls = 0  # of tools so far
     self._prompt_text = ""  # of the last action
-    self._drawn: list[int] = []  # the last action
+    self._answer_ids: list[int] = []  # the last action
 
   def observe(self, observation: Observation) -> list[int]:
     """Takes an observation; returns the ids of the prompt of the next action.
@@ -91,7 +91,7 @@ class Conversation:
 
   def act(self, ids: Sequence[int] | np.ndarray, finish_reason: str) -> Action:
     """Takes the ids that were drawn; returns them as the environment receives them."""
-    self._drawn = ids = [int(i) for i in ids]
+    self._answer_ids = ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
     tokenizer, action = self._tokenizer, Action(ids)
     is_ended = bool(ids) and ids[-1] in tokenizer.special_ids()
@@ -129,16 +129,16 @@ class Conversation:
     rest = self._after_answer(before, whole)
     if rest is not None:
       return self._followed_by(rest)
-    kept = self._followed_by(self._after_any_answer(new))
-    # The prompt may have become shorter; the count is that of the observation alone.
-    return (
-      (self._tokenizer.encode(whole), kept[1]) if self._history == "split" else kept
-    )
+    ids, observed = self._followed_by(self._after_any_answer(new))
+    if self._history == "split":
+      ids = self._tokenizer.encode(whole)
+    # The prompt may have become shorter; the count is the observation's alone.
+    return ids, observed
 
   @property
   def _answer(self) -> str:
     """Text of the last action, with special tokens. Many episodes never need it."""
-    return self._tokenizer.decode(self._drawn, skip_special_tokens=False)
+    return self._tokenizer.decode(self._answer_ids, skip_special_tokens=False)
 
   def _followed_by(self, text: str) -> tuple[list[int], int]:
     added = self._tokenizer.encode_continuation(text)
@@ -150,12 +150,12 @@ class Conversation:
       return text
     plain = {"role": "assistant", "content": _PLACEHOLDER}
     try:
-      shown = self._rendered([*self.messages, plain], False)
+      rendering = self._rendered([*self.messages, plain], False)
     except (ChatTemplateError, TypeError, ValueError):  # it may refuse two answers
       return text
-    if not shown.startswith(self._prompt_text):
+    if not rendering.startswith(self._prompt_text):
       return text
-    before, _, after = shown[len(self._prompt_text) :].partition(_PLACEHOLDER)
+    before, _, after = rendering[len(self._prompt_text) :].partition(_PLACEHOLDER)
     text = text.removeprefix(before)
     end = self._split_end()[1]
     return text.removesuffix(after.rstrip().removesuffix(end) or "\0")
