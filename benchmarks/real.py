@@ -6,10 +6,11 @@
 
 Jobs: sft, dpo and grpo, all with LoRA of rank 8 in float32. The 96 records have
 log-normal lengths: 98 tokens on average with SmolLM2's tokenizer, 294 at most. 12 steps
-of 8 records are one pass over them; a step of grpo has 2 prompts with 8 completions of
-64 tokens each, and beta 0 in both libraries. `cpu_s` is the CPU time of steps 3 to 12,
-with the compilations that fall into them; `wall_s` is the time from the first import to
-the end of step 12. `pairs` runs the libraries in turn, each in a fresh process.
+of 8 records (`--steps`) are one pass over them; a step of grpo has 2 prompts with 8
+completions of 64 tokens each, and beta 0 in both libraries. `cpu_s` is the CPU time
+from step 3 on, with the compilations that fall into it; `wall_s` is the time from the
+first import to the end of the last step. `pairs` runs the libraries in turn, each in a
+fresh process.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import tempfile
 import time
 
 START = time.time()
-STEPS, LEFT_OUT = 12, 2
+LEFT_OUT = 2
 COMPLETIONS, NEW_TOKENS, PROMPTS = 8, 64, 2
 VOCABULARY = (
   "printer invoice login delay refund screen battery order parcel account update error "
@@ -65,7 +66,7 @@ def reward(completions, **columns):
   return [text.count("e") / max(1, len(text)) for text in contents]
 
 
-def by_tunix(job, model, folder):
+def by_tunix(job, model, folder, steps):
   """Trains with the command, and returns the CPU time after each step."""
   import jax
 
@@ -87,7 +88,7 @@ def by_tunix(job, model, folder):
     "data.train": data,
     "lora.rank": 8,
     "training.global_batch_size": PROMPTS if job == "grpo" else 8,
-    "training.max_steps": STEPS,
+    "training.max_steps": steps,
     "output_dir": folder / "out",
   }
   if job == "grpo":
@@ -104,7 +105,7 @@ def by_tunix(job, model, folder):
   return [marks[step] for step in sorted(marks)]
 
 
-def by_trl(job, model, folder):
+def by_trl(job, model, folder, steps):
   """Trains with TRL, and returns the CPU time after each step."""
   import torch
   import trl
@@ -121,7 +122,7 @@ def by_trl(job, model, folder):
   options = {
     "output_dir": str(folder),
     "per_device_train_batch_size": PROMPTS * COMPLETIONS if job == "grpo" else 8,
-    "max_steps": STEPS,
+    "max_steps": steps,
     "learning_rate": 1e-5,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -160,6 +161,7 @@ def pairs(args):
   for _ in range(args.n):
     for lib, python in pythons.items():
       words = [python, __file__, args.what, "--lib", lib, "--model", args.model]
+      words += ["--steps", str(args.steps)]
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
       print(out.splitlines()[-1], flush=True)
@@ -183,14 +185,15 @@ def main():
   parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
   parser.add_argument("--trl", help="of pairs: an interpreter that has TRL")
   parser.add_argument("-n", type=int, default=5, help="of pairs")
+  parser.add_argument("--steps", type=int, default=12)
   args = parser.parse_args()
   if args.job == "pairs":
     pairs(args)
     return
   run = {"tunix": by_tunix, "trl": by_trl}[args.lib]
   with tempfile.TemporaryDirectory() as folder:
-    marks = run(args.job, args.model, pathlib.Path(folder))
-  assert len(marks) == STEPS, marks
+    marks = run(args.job, args.model, pathlib.Path(folder), args.steps)
+  assert len(marks) == args.steps, marks
   figures = {
     "job": args.job,
     "lib": args.lib,

@@ -52,7 +52,7 @@ SIDEWAYS = {
   ("cli", "tunix.tinker.settings"),
   ("data", "tunix.generate.tokenizer.messages"),
   ("data", "tunix.generate.tokenizer_adapter"),
-  ("data", "tunix.generate.answers.tool_calls"),
+  ("data", "tunix.generate.answers.reasoning"),
   ("perf", "tunix.utils.metric"),
   ("tinker", "tunix.serve.app"),
   ("tinker", "tunix.serve.openai.context"),
