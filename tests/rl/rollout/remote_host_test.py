@@ -12,7 +12,7 @@ from tests.rl import clusters
 from tests.rl.rollout import hosts as hosts_lib
 from tunix.generate.external.rows import EngineError
 from tunix.models import lora
-from tunix.rl.rollout import remote_host, remote_rollout
+from tunix.rl.rollout import remote_host
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
 from tunix.rl.weights import weight_sync
 from tunix.rl.weights.placement import Weights
@@ -112,13 +112,13 @@ def test_a_call_of_an_earlier_process_is_begun_again(clock):
 
 def test_threads_that_wait_for_hosts_do_not_keep_the_process():
   is_daemon = lambda: threading.current_thread().daemon
-  assert remote_rollout._begun(is_daemon).result(30)
+  assert remote_host.together([is_daemon]) == [True]
 
   def failing():
     raise KeyError("x")
 
   with pytest.raises(KeyError):
-    remote_rollout._begun(failing).result(30)
+    remote_host.together([failing])
 
 
 def adapted(alpha):

@@ -8,7 +8,7 @@
       stream, switch, poll -----------> actions of many batches, as weights change
 
 The host has the same model as the run, from the same configuration. Arguments and
-results are JSON (json_arrays.py); the bits of arrays are kept. `serve/rollouts.py` has
+results are JSON (array_codec.py); the bits of arrays are kept. `serve/rollouts.py` has
 the routes, and calls the methods in one thread, in the order of their arrival.
 """
 
@@ -34,7 +34,7 @@ from tunix.rl.weights import placement, weight_sync
 from tunix.rl.weights.placement import Weights
 from tunix.rl.weights.weight_sync import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import json_arrays, mesh as mesh_lib
+from tunix.utils import array_codec, mesh as mesh_lib
 
 # Codes of `HostError`.
 OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
@@ -212,7 +212,7 @@ class RolloutHost:
     self._leave()
     with mesh_lib.use_mesh(self._mesh):
       out = self._rollout.generate(
-        json_arrays.decoded(prompts, _MOST_BYTES),
+        array_codec.from_json(prompts, _MOST_BYTES),
         RolloutConfig(**config),
         num_generations=num_generations,
         seed=wire.seed_from_json(seed),
@@ -273,7 +273,7 @@ class RolloutHost:
     if launch is not None and launch == self._last[0]:
       return self._last[1]
     with mesh_lib.use_mesh(self._mesh):
-      read = json_arrays.decoded(draws, _MOST_BYTES)
+      read = array_codec.from_json(draws, _MOST_BYTES)
       client.submit([wire.draw_from_json(draw) for draw in read])
       if not client.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)

@@ -11,7 +11,7 @@ from tunix.rl.rollout import host as host_lib, wire
 from tunix.rl.rollout.client import ClientLost, Draw, Drawn
 from tunix.rl.rollout.remote_host import RemoteHost, together
 from tunix.rl.weights.placement import Weights
-from tunix.utils import json_arrays
+from tunix.utils import array_codec
 
 
 class RemoteStream:
@@ -76,7 +76,7 @@ class RemoteStream:
   def _polled(self, number: int) -> list[Drawn]:
     sent = [wire.draw_to_json(draw) for draw in self._new[number]]
     given = {"draws": sent, "launch": self.launches}
-    answers = json_arrays.decoded(_called(self._hosts[number], "poll", given))
+    answers = array_codec.from_json(_called(self._hosts[number], "poll", given))
     self._new[number] = []
     self._open[number] -= len(answers)
     return [wire.drawn_from_json(answer) for answer in answers]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.rl.rollout.client import Draw, Drawn
-from tunix.utils import json_arrays
+from tunix.utils import array_codec
 
 
 def draw_to_json(draw: Draw) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def drawn_from_json(saved: dict[str, Any]) -> Drawn:
 
 def _encoded(fields: dict[str, Any]) -> dict[str, Any]:
   """Returns fields as JSON; those that are None are missing."""
-  return json_arrays.encoded({k: x for k, x in fields.items() if x is not None})
+  return array_codec.to_json({k: x for k, x in fields.items() if x is not None})
 
 
 def _group(saved: dict[str, Any]) -> Any:
