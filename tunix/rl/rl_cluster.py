@@ -165,17 +165,17 @@ class RLCluster:
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
 
-  def client(
+  def sampling_client(
     self, mode: Mode, key: jax.Array, **sizes: int
   ) -> contextlib.AbstractContextManager[SamplingClient]:
-    """Lends a client that draws the actions of episodes; see `BaseRollout.client`.
+    """Lends a client that draws the actions of episodes; see BaseRollout.
 
     Raises:
       UnknownWeightsError: the weights of the engine were changed and not published.
     """
     if (model := self._sampling_model()) is not None:
       self._sync.identify(model)
-    return self.rollout.client(self.cluster_config.rollout(mode), key, **sizes)
+    return self.rollout.sampling_client(self.cluster_config.rollout(mode), key, **sizes)
 
   def ids_of(self, prompt: Any) -> np.ndarray:
     """Returns the ids of a prompt, int32 [T]: of a text, of ids, or of messages."""

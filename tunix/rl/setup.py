@@ -148,7 +148,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
       "dynamic_sampling to False, or schedule to sync"
     )
   try:
-    samples = cluster.rollout.devices() | placement.devices_of(cluster.reward)
+    samples = cluster.rollout.sampling_devices() | placement.devices_of(cluster.reward)
   except TypeError:
     raise ValueError(
       f"rollout_engine is {type(cluster.rollout).__name__}, whose weights are in "

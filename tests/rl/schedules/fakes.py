@@ -81,7 +81,7 @@ class WholeBatch(FakeStream):
 class FakeCluster:
   """The weights of a run, which are numbers of updates; also its rollout."""
 
-  mesh, engines, vocab_size, perf = None, 1, None, None
+  mesh, engine_count, actor, perf = None, 1, None, None
 
   def __init__(self, lost_at=()):
     self.lost_at, self.loaded = list(lost_at), []
@@ -92,7 +92,7 @@ class FakeCluster:
   def check_stream(self):
     pass
 
-  def stream(self, config, rows, limit):
+  def sampling_stream(self, config, rows, limit):
     return FakeStream(self.lost_at)
 
   @property

@@ -168,7 +168,7 @@ class Episodes:
     sizes = {"episodes": len(mine) * group, "limit": limit, "first": mine.start * group}
     if not mine:
       return []
-    with self._cluster.client(mode, key, **sizes) as client:
+    with self._cluster.sampling_client(mode, key, **sizes) as client:
       episodes, waited_s = self._run(batch.take(mine), mode, group, client)
     self._waited_s += waited_s
     return episodes

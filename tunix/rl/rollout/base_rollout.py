@@ -162,7 +162,7 @@ class BaseRollout(abc.ABC):
     version: version of the engine's weights; None before the first `update_params`.
     sampler: name of the sampler that draws, for an engine that has several whose tokens
       may differ; it is part of a checkpoint. None: there is one.
-    engines: number of engines that share the prompts of this process.
+    engine_count: number of engines that share the prompts of this process.
     mesh: the mesh that is current in the thread that samples, if this process samples
       its share of a batch alone, on its own devices or hosts; None: all processes
       sample together.
@@ -170,7 +170,7 @@ class BaseRollout(abc.ABC):
 
   version: Any = None
   sampler: str | None = None
-  engines: int = 1
+  engine_count: int = 1
   mesh: Mesh | None = None
   _waited_s = 0.0
 
@@ -246,7 +246,7 @@ class BaseRollout(abc.ABC):
     return contextlib.nullcontext(None)
 
   @contextlib.contextmanager
-  def client(
+  def sampling_client(
     self,
     config: RolloutConfig,
     key: jax.Array,
@@ -277,7 +277,7 @@ class BaseRollout(abc.ABC):
         client.cancel()
 
   def check_stream(self) -> None:
-    """Checks that there is a `stream`.
+    """Checks that there is a `sampling_stream`.
 
     Raises:
       ValueError: the engine or its model has none.
@@ -287,7 +287,7 @@ class BaseRollout(abc.ABC):
       'our engine: set rollout_engine to "vanilla", or schedule to sync'
     )
 
-  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+  def sampling_stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
     """Returns a client for the whole run, whose weights may change.
 
     Args:
@@ -300,11 +300,6 @@ class BaseRollout(abc.ABC):
     """
     self.check_stream()
     raise NotImplementedError
-
-  @property
-  def vocab_size(self) -> int | None:
-    """Number of ids of the model; None: unknown."""
-    return None
 
   def exchange(self, what: str, work: Callable[[], Any]) -> list[Any]:
     """Returns the results of all processes, see `coordination.exchange`.
@@ -354,7 +349,7 @@ class BaseRollout(abc.ABC):
     """
     raise TypeError(f"{type(self).__name__} holds no nnx.Module")
 
-  def devices(self) -> set[Any]:
+  def sampling_devices(self) -> set[Any]:
     """Returns the devices of this run that sample.
 
     Raises:

@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate.tokenizer_adapter import adapted
+from tunix.models import calling
 from tunix.rl.rollout import shared_rollout, wire
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import SamplingClient, Stream
@@ -120,7 +121,7 @@ class RolloutHost:
       self._end_stream()
       self._owner = owner
     state = {"life": self.life, "stamp": self.stamp, "form": self._form}
-    return state | {"vocab_size": self._rollout.vocab_size}
+    return state | {"vocab_size": calling.vocab_size(self._model)}
 
   # Weights.
 
@@ -231,7 +232,7 @@ class RolloutHost:
     limit: int,
     first: int,
   ) -> None:
-    """Begins a batch of episodes; see `BaseRollout.client`.
+    """Begins a batch of episodes; see `BaseRollout.sampling_client`.
 
     Raises:
       ValueError: the model is for the padded sampler.
@@ -245,7 +246,7 @@ class RolloutHost:
       )
     options = {"episodes": episodes, "limit": limit, "first": first}
     with mesh_lib.use_mesh(self._mesh):
-      client = self._rollout.client(
+      client = self._rollout.sampling_client(
         RolloutConfig(**config), wire.seed_from_json(seed), **options
       )
       self._client = self._session.enter_context(client)
@@ -299,7 +300,7 @@ class RolloutHost:
   ) -> None:
     """Begins a stream with the host's weights, whose number is `version`.
 
-    It ends with the next stream, or with the next run. See `BaseRollout.stream`.
+    It ends with the next one, or with the next run; see `BaseRollout.sampling_stream`.
 
     Raises:
       ValueError: the model is for the padded sampler.
@@ -307,7 +308,7 @@ class RolloutHost:
     self._check(owner, stamp)
     self._end_stream()
     with mesh_lib.use_mesh(self._mesh):
-      self._stream = self._rollout.stream(RolloutConfig(**config), rows, limit)
+      self._stream = self._rollout.sampling_stream(RolloutConfig(**config), rows, limit)
     self._load(stamp, version)
 
   def switch(self, owner: str, stamp: str, version: int) -> None:

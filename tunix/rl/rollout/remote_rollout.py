@@ -71,7 +71,7 @@ class RemoteRollout(SharedRollout):
     key = env.value(KEY)
     form = host_lib.form_of(model, tokenizer, rollout_config)
     self._hosts = [RemoteHost(url, key, *limits, form) for url in urls]
-    self.engines = len(self._hosts)
+    self.engine_count = len(self._hosts)
     self._tokenizer = tokenizer
     self._weights: Weights | None = None
     if jax.process_count() > 1:
@@ -140,7 +140,7 @@ class RemoteRollout(SharedRollout):
     return outs[0].joined(outs[1:])
 
   @contextlib.contextmanager
-  def client(
+  def sampling_client(
     self,
     config: RolloutConfig,
     key: jax.Array,
@@ -169,21 +169,17 @@ class RemoteRollout(SharedRollout):
     del meshes, samples_behind  # it samples nothing in this process
     return actor
 
-  def devices(self) -> set[Any]:
+  def sampling_devices(self) -> set[Any]:
     return set()
 
   def check_stream(self) -> None:
     """Hosts have streams, or refuse them when one is opened."""
 
-  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
-    each = -(-rows // self.engines)
+  def sampling_stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+    each = -(-rows // self.engine_count)
     return RemoteStream(
       self._hosts, {"config": _as_json(config), "rows": each, "limit": limit}
     )
-
-  @property
-  def vocab_size(self) -> int | None:
-    return self._hosts[0].vocab_size
 
   def pad_id(self) -> int:
     return fill_id(self._tokenizer)

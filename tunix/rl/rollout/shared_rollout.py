@@ -64,10 +64,10 @@ class SharedRollout(BaseRollout):
     outs = [from_json(part, self.version) for part in parts if part is not None]
     return outs[0].joined(outs[1:])
 
-  def client(
+  def sampling_client(
     self, config: RolloutConfig, key: jax.Array, **sizes: int
   ) -> AbstractContextManager[SamplingClient]:
-    return super().client(config, local_arrays.key_here(key), **sizes)
+    return super().sampling_client(config, local_arrays.key_here(key), **sizes)
 
   @abc.abstractmethod
   def _draw(

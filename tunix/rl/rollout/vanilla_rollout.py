@@ -90,12 +90,8 @@ class VanillaRollout(SamplerRollout):
     records = self._arguments[2].replay_routes
     return self._sampler.separate_engine(rows, max_tokens, record_routes=records)
 
-  def stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
+  def sampling_stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
     return EngineStream(*self.separate_engine(rows, limit), config)
-
-  @property
-  def vocab_size(self) -> int | None:
-    return getattr(getattr(self.model(), "config", None), "vocab_size", None)
 
   def check_stream(self) -> None:
     if not isinstance(self._sampler, EngineSampler):

@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 
+from tunix.models import calling
 from tunix.rl.common import Rollouts
 from tunix.rl.experience import saved_rollouts
 from tunix.rl.experience.experience import check_same_prompts
@@ -100,8 +101,8 @@ class Greedy(Ahead):
       settings = {"lag": self._lag, "generations": generations, "seed": seed}
       if self._has_others:
         settings["processes"] = jax.process_count()
-      if self._rollout.engines > 1:
-        settings["engines"] = self._rollout.engines
+      if self._rollout.engine_count > 1:
+        settings["engines"] = self._rollout.engine_count
       journal.check(settings)
     if self._journal is not None:
       self._journal.decisions.clear()  # only a replay needs them
@@ -248,13 +249,13 @@ class Greedy(Ahead):
     rows = prompts * self._generations * (self._lag + 1)
     config = self._cluster.cluster_config.rollout(Mode.TRAIN)
     self._loop = EngineLoop(
-      lambda: self._rollout.stream(config, rows, self._max_tokens),
+      lambda: self._rollout.sampling_stream(config, rows, self._max_tokens),
       self._decider,
       self._changed,
       on_end=self._take,
       on_start=self._start_again,
       is_needed=lambda: self._is_waiting,
-      vocab_size=self._rollout.vocab_size,
+      vocab_size=calling.vocab_size(self._cluster.actor),
       mesh=self._rollout.mesh,
     )
     self._loop.offer(self._cluster.weights())
