@@ -152,7 +152,7 @@ class GroupClient:
     self._check()
     self._loop.put(GroupEnd(self, rollouts, content, offset))
 
-  def drawn_by(self, draw: Draw) -> Draw:
+  def in_stream(self, draw: Draw) -> Draw:
     """Returns an action as a stream takes it."""
     number = draw.episode + self.first
     return dataclasses.replace(draw, episode=number, group=self.group, key=self.key)

@@ -259,7 +259,7 @@ class EngineLoop:
   def _draw(self, asked: GroupDraws) -> None:
     assert self._stream is not None
     self._drawing[asked.client.group] = asked.client
-    self._stream.submit([asked.client.drawn_by(draw) for draw in asked.draws])
+    self._stream.submit([asked.client.in_stream(draw) for draw in asked.draws])
 
   def _launch(self) -> None:
     assert self._stream is not None
