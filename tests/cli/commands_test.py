@@ -416,7 +416,10 @@ def test_peft_loads_an_adapter_with_its_tokenizer(run, model):
     (["--max_new_tokens", "0"], "--max_new_tokens is 0"),
     (["--temperature", "-1"], "--temperature is -1.0"),
     (["--seed", "1"], "--seed is 1"),
-    (["--max_new_tokens", "many"], "invalid int value"),
+    (
+      ["--max_new_tokens", "many"],
+      "--max_new_tokens is the text 'many', expected a whole number",
+    ),
     (["--adapter", "/no/such"], "/no/such lacks"),
     (["--top_k", "3"], "--top_k is 3"),
     (["--length_penalty", "2"], "--length_penalty is 2.0"),
