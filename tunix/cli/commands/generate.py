@@ -47,8 +47,8 @@ class Generate(Samples, Loading):
     super().__post_init__()
     if bool(self.prompt) == (self.prompt_file is not None):
       raise ValueError(
-        f"prompt is {self.prompt} and prompt_file {self.prompt_file!r}: give one of "
-        "--prompt and --prompt_file"
+        f"expected --prompt or --prompt_file, found {'both' if self.prompt else 'none'}"
+        "; give one of them"
       )
     several = len(self.prompt) != 1 or (self.num_samples or 1) > 1
     if self.stream and (several or self.json):

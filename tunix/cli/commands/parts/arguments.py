@@ -58,14 +58,14 @@ class Parser(argparse.ArgumentParser):
       FileNotFoundError: there is no such file.
       ValueError: an unknown option, or a value of another type.
     """
-    values, rest = self.read_known(argv)
-    for word in sorted(rest, key=lambda word: not word.startswith("-")):
-      name = word.partition("=")[0]  # the value may be a secret
-      if word.startswith("-"):
-        remedy = values.advice(name.lstrip("-"))
-        raise ValueError(f"the option {name} is unknown: {remedy}")
-      self.error(f"{word!r} is one argument too many")
-    return values
+    given, rest = self._parsed(argv)
+    # Before any value is read: one that follows an unknown option may be a secret.
+    for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
+      remedy = Values(self.prog, self._sections).advice(name.lstrip("-"))
+      raise ValueError(f"the option {name} is unknown: {remedy}")
+    if rest:
+      self.error(f"{rest[0]!r} is one argument too many")
+    return self._values(given)
 
   def read_known(self, argv: Sequence[str]) -> tuple[Values, list[str]]:
     """Returns the options that are set, and the arguments that are no options.
@@ -73,13 +73,20 @@ class Parser(argparse.ArgumentParser):
     Raises:
       FileNotFoundError, ValueError: as for `read`.
     """
+    given, rest = self._parsed(argv)
+    return self._values(given), rest
+
+  def _parsed(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     # Intermixed: a plain parse takes no optional argument without a name after a flag.
     args, rest = self.parse_known_intermixed_args(list(argv))
-    values, given = Values(self.prog, self._sections), vars(args)
+    return vars(args), rest
+
+  def _values(self, given: dict[str, Any]) -> Values:
+    values = Values(self.prog, self._sections)
     for file in filter(None, given[self._config].split(",")):
       values.read_file(file)
     values.read_flags(given)
-    return values, rest
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
