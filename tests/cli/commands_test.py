@@ -301,7 +301,7 @@ def test_generate_hands_options_to_the_sampler(model, capsys, monkeypatch):
     "top_p": 0.9,
     "min_p": 0.1,
     "num_samples": 2,
-    "stop_strings": ["x", "y"],
+    "stop_strings": ("x", "y"),
   }
   generated(capsys, *words, "--beam_size", 3, "--length_penalty", 2.0)
   assert (seen[0]["beam_size"], seen[0]["length_penalty"]) == (3, 2.0)

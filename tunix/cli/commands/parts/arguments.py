@@ -127,7 +127,7 @@ class Sampling:
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
-  stop_strings: tuple[str, ...] = setting((), option="stop")
+  stop_strings: tuple[str, ...] | None = setting(None, option="stop")
 
   def __post_init__(self):
     checks.fields(self, max_new_tokens=checks.COUNT)
@@ -142,7 +142,7 @@ class Sampling:
   def options(self) -> dict[str, Any]:
     """The options that are set, by their names in `SamplingOptions`."""
     values = shared_values(SamplingOptions, self)
-    return {name: x for name, x in values.items() if x not in (None, ())}
+    return {name: x for name, x in values.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
