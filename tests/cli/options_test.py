@@ -18,19 +18,19 @@ from tunix.tinker.settings import TinkerSettings
 
 # A dataclass and a command that takes its fields -> the fields that it does not read.
 SECTIONS = {
-  (serve.parser, serve.Served): (),
+  (serve.parser, serve.ServeOptions): (),
   (serve.parser, EngineConfig): ("record_routes",),
   (serve.parser, ServeSettings): (),
   (serve.parser, TinkerSettings): (),
-  (plan_serve.parser, plan_serve.Planned): (),
+  (plan_serve.parser, plan_serve.PlanOptions): (),
   (route.parser, RouteSettings): (),
   (route.parser, HttpSettings): (),
-  (rollouts.parser, rollouts.Devices): (),
+  (rollouts.parser, rollouts.HostOptions): (),
   (rollouts.parser, HttpSettings): ("queue_timeout", "request_timeout"),
-  (evaluate.parser, evaluate.Eval): (),
+  (evaluate.parser, evaluate.EvalOptions): (),
   (evaluate.parser, DistributedSettings): (),
-  (generate.parser, generate.Generate): (),
-  (chat.parser, chat.Chat): (),
+  (generate.parser, generate.GenerateOptions): (),
+  (chat.parser, chat.ChatOptions): (),
 }
 # Values of options for which one that is made of the type is refused.
 VALUES = {
@@ -130,7 +130,7 @@ def test_later_files_override_earlier_ones_and_arguments_override_files(tmp_path
   config, settings = values.build(EngineConfig), values.build(ServeSettings)
   assert (config.slots, config.rounds) == (3, 4)
   assert (settings.proxies, settings.port) == (("10.0.0.2",), 8000)
-  assert (settings.model_name, values.build(serve.Served).model) == ("x", "n")
+  assert (settings.model_name, values.build(serve.ServeOptions).model) == ("x", "n")
 
 
 def test_sections_of_a_file_are_prefixes_with_a_point(tmp_path):
@@ -182,4 +182,6 @@ def test_the_host_of_a_run_has_a_file_beside_that_of_the_run(tmp_path):
   words = ["run.yaml", "--job=grpo", "--config=mine.yaml"]
   values, rest = rollouts.parser().read_known([f"--host_config={file}", *words])
   assert rest == words
-  assert values.build(HttpSettings).port == 1 and values.build(rollouts.Devices).tp == 2
+  assert (
+    values.build(HttpSettings).port == 1 and values.build(rollouts.HostOptions).tp == 2
+  )

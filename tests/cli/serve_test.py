@@ -238,7 +238,7 @@ def test_the_default_length_is_what_the_model_has(folder, monkeypatch):
 
 def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   monkeypatch.chdir(folder)
-  name = lambda model: serve.parser().read([model]).build(serve.Served).name
+  name = lambda model: serve.parser().read([model]).build(serve.ServeOptions).name
   assert name(".") == name(str(folder)) == "tiny"
   assert name("ORG/NAME") == "NAME"
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from tunix.cli.commands.parts.arguments import Loading, Parser, Sampling
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Sampling
 from tunix.cli.commands.parts.chat_server import (
   ChatServer,
   Messages,
@@ -25,7 +25,7 @@ from tunix.utils.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat(Sampling, Loading):
+class ChatOptions(Sampling, ModelOptions):
   """The model, or its server, and the options of sampling.
 
   Attributes:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
       without a chat template, or a server that refuses the key.
     EngineError: the server of `--url` gives no answer.
   """
-  args = parser().read(argv).build(Chat)
+  args = parser().read(argv).build(ChatOptions)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
   replies = _local(args, start) if args.url is None else _remote(args)
   messages = list(start)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
       messages += [turn, {"role": "assistant", "content": answer}]
 
 
-def _local(args: Chat, start: Messages) -> Replies:
+def _local(args: ChatOptions, start: Messages) -> Replies:
   """Loads a model into this process."""
   assert args.model is not None
   model, adapter = run_folder.export_of(args.model, args.adapter)
@@ -115,7 +115,7 @@ def _local(args: Chat, start: Messages) -> Replies:
   return replies
 
 
-def _remote(args: Chat) -> Replies:
+def _remote(args: ChatOptions) -> Replies:
   """Connects to a server."""
   options = args.options
   if args.max_new_tokens is not None:
@@ -169,4 +169,4 @@ def _reply(replies: Replies, messages: Messages) -> str | None:
 def parser() -> Parser:
   """Returns the parser of the arguments."""
   about = "talks to a model; /reset starts a new conversation, /exit ends"
-  return Parser("tunix chat", about, Section(Chat))
+  return Parser("tunix chat", about, Section(ChatOptions))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.commands.parts.arguments import Loading, Parser, Samples
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
@@ -19,7 +19,7 @@ from tunix.utils.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(Samples, Loading):
+class GenerateOptions(Samples, ModelOptions):
   """The model, the prompts and the options of sampling.
 
   Attributes:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     FileNotFoundError: there is no such model or adapter.
     ValueError: a number out of range, or --chat without a chat template.
   """
-  args = parser().read(argv).build(Generate)
+  args = parser().read(argv).build(GenerateOptions)
   options = args.options
   texts = [*args.prompt]
   if args.prompt_file is not None:
@@ -147,4 +147,6 @@ def _read_prompts(name: str) -> list[str]:
 
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  return Parser("tunix generate", "continues prompts with a model", Section(Generate))
+  return Parser(
+    "tunix generate", "continues prompts with a model", Section(GenerateOptions)
+  )

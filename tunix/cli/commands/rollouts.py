@@ -33,7 +33,7 @@ _MOST_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Devices:
+class HostOptions:
   """The devices of the host.
 
   Attributes:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
       that other machines can reach, without an API key.
   """
   values, words = parser().read_known(argv)
-  tp = values.build(Devices).tp
+  tp = values.build(HostOptions).tp
   for package in ("starlette", "uvicorn", "prometheus_client"):
     optional.require(package, "the host", "tunix[serve]")
   settings = values.build(HttpSettings, port=_PORT, max_body_bytes=_MOST_BYTES)
@@ -94,7 +94,7 @@ def parser() -> Parser:
   made = Parser(
     "tunix rollouts",
     "samples for a run of RL, on a host of its own",
-    Section(Devices),
+    Section(HostOptions),
     Section(HttpSettings, without=idle, defaults=defaults),
     config="host_config",
   )

@@ -32,7 +32,7 @@ _TINKER = "tinker_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
+class ServeOptions:
   """The model that is served, and its devices.
 
   Attributes:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
   values = parser().read(argv)
   for package in ("starlette", "uvicorn", "prometheus_client"):
     optional.require(package, "the server", "tunix[serve]")
-  args = values.build(Served)
+  args = values.build(ServeOptions)
   settings = values.build(ServeSettings, model_name=args.name)
   adapters = args.adapters(settings.model_name)
   config = _config(values)
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _driver_of(
-  args: Served,
+  args: ServeOptions,
   model: Any,
   tokenizer: Any,
   config: EngineConfig,
@@ -183,7 +183,7 @@ def _tinker_settings(values: Values) -> TinkerSettings | None:
     ValueError: the file has another form, a number is out of range, an option has no
       effect, or the model is split or copied.
   """
-  args = values.build(Served)
+  args = values.build(ServeOptions)
   if not args.tinker:
     if written := values.written(_TINKER):
       raise ValueError(f"{written[0]} has no effect without --tinker; omit it")
@@ -197,7 +197,7 @@ def _tinker_settings(values: Values) -> TinkerSettings | None:
 
 
 def _config(values: Values) -> EngineConfig:
-  args = values.build(Served)
+  args = values.build(ServeOptions)
   return values.build(
     EngineConfig,
     draft_tokens=0 if args.draft_model is None else _MODEL_DRAFTS,
@@ -264,7 +264,7 @@ def parser(
     prog,
     description,
     *more,
-    Section(Served),
+    Section(ServeOptions),
     # No route returns the experts of a token.
     Section(EngineConfig, without=("record_routes",), defaults=engine),
     Section(ServeSettings, defaults=name),

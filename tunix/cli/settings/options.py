@@ -160,10 +160,6 @@ class Values:
     """Returns the options that are set and begin so, each as a user wrote it."""
     return [where for name, where in self._where.items() if name.startswith(prefix)]
 
-  def advice(self, name: str) -> str:
-    """Returns the advice about an unknown option."""
-    return did_you_mean(name, self._options, f"see `{self._prog} --help`")
-
   def read_file(self, file: str) -> None:
     """Sets the options of a YAML file.
 
@@ -173,7 +169,8 @@ class Values:
     """
     for name, value in _flat(yaml_text.read_file(file), self._options):
       if (option := self._options.get(name)) is None:
-        raise ValueError(f"{file}: the key {name!r} is unknown: {self.advice(name)}")
+        remedy = did_you_mean(name, self._options, f"see {self._prog} --help")
+        raise ValueError(f"{file}: the key {name!r} is unknown: {remedy}")
       # As in the files of a run, null means the default if the type has no null.
       if value is not None or convert.takes_null(option.hint):
         where = f"{file}: {name}"

@@ -13,7 +13,7 @@ import tunix
 from tunix.cli.commands.eval import generation, likelihood, pairs, results
 from tunix.cli.commands.eval.results import Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.cli.commands.parts.arguments import Loading, Parser, Samples
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import fingerprints, loading, rewards
 from tunix.cli.run import folder as run_folder, processes as several
 from tunix.cli.settings import options
@@ -40,7 +40,7 @@ _USERS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eval(Samples, Loading):
+class EvalOptions(Samples, ModelOptions):
   """The model, the files and the options of sampling.
 
   Attributes:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
     OSError: the results cannot be written.
   """
   values = parser().read(argv)
-  args, settings = values.build(Eval), values.build(DistributedSettings)
+  args, settings = values.build(EvalOptions), values.build(DistributedSettings)
   if args.out is not None:
     run_folder.check_writable("--out", pathlib.Path(args.out))
   model, adapter = run_folder.export_of(args.model, args.adapter)
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _evaluate(
-  args: Eval,
+  args: EvalOptions,
   model: Transformer,
   tokenizer: TokenizerAdapter,
   manager: RewardManager | None,
@@ -205,7 +205,7 @@ def _evaluate(
   return sections
 
 
-def _check_model(args: Eval, model: Transformer) -> None:
+def _check_model(args: EvalOptions, model: Transformer) -> None:
   """Refuses a reward model where a language model is needed."""
   for name in ("data", "prompts"):
     if getattr(args, name) is not None and model.config.num_scores is not None:
@@ -215,7 +215,7 @@ def _check_model(args: Eval, model: Transformer) -> None:
       )
 
 
-def _ks(args: Eval) -> list[int]:
+def _ks(args: EvalOptions) -> list[int]:
   """Returns the k of pass@k; by default 1, 2, 4, ... up to --num_samples."""
   most = args.num_samples or 1
   if args.pass_at:
@@ -229,7 +229,7 @@ def _ks(args: Eval) -> list[int]:
   return [2**i for i in range(most.bit_length())]
 
 
-def _compare(args: Eval, settings: DistributedSettings) -> None:
+def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
   """Refuses processes whose arguments or files differ."""
   about = _about(args)
   models = {name: getattr(args, name) for name in ("model", "reference")}
@@ -240,7 +240,7 @@ def _compare(args: Eval, settings: DistributedSettings) -> None:
   several.agree(settings, {k: str(v) for k, v in about["arguments"].items()}, files)
 
 
-def _about(args: Eval) -> dict[str, Any]:
+def _about(args: EvalOptions) -> dict[str, Any]:
   """Returns the version, the arguments, and the digests of the files."""
   files = {
     name: fingerprints.of_file(getattr(args, name))
@@ -254,4 +254,4 @@ def _about(args: Eval) -> dict[str, Any]:
 def parser() -> Parser:
   """Returns the parser of the arguments."""
   processes = options.Section(DistributedSettings, several.PREFIX)
-  return Parser("tunix eval", _DESCRIPTION, options.Section(Eval), processes)
+  return Parser("tunix eval", _DESCRIPTION, options.Section(EvalOptions), processes)

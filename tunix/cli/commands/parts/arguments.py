@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from tunix.cli.settings.export import Dtype
 from tunix.cli.settings.options import Section, Values
+from tunix.cli.settings.spelling import did_you_mean
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.utils import checks
 from tunix.utils.setting import setting, shared_values
@@ -60,9 +61,10 @@ class Parser(argparse.ArgumentParser):
     """
     given, rest = self._parsed(argv)
     # Before any value is read: one that follows an unknown option may be a secret.
-    for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
-      remedy = Values(self.prog, self._sections).advice(name.lstrip("-"))
-      raise ValueError(f"the option {name} is unknown: {remedy}")
+    if unknown := [word.partition("=")[0] for word in rest if word.startswith("-")]:
+      see = f"see {self.prog} --help"
+      remedy = did_you_mean(unknown[0], self._option_string_actions, see)
+      raise ValueError(f"the option {unknown[0]} is unknown: {remedy}")
     if rest:
       self.error(f"{rest[0]!r} is one argument too many")
     return self._values(given)
@@ -90,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loading:
+class ModelOptions:
   """The adapter, the tokenizer and the dtype of a model.
 
   Attributes:

@@ -44,7 +44,7 @@ _ABOUT = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlanOptions:
   """The devices and the form of a plan.
 
   Attributes:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     ValueError: a number is out of range, or the topology or the mesh does not exist.
   """
   values = parser().read(argv)
-  args, draft = values.build(Planned), values.build(serve.Served).draft_model
+  args, draft = values.build(PlanOptions), values.build(serve.ServeOptions).draft_model
   topology = check(args.topology, json=args.json, markdown=args.markdown)
   if draft is not None:
     raise ValueError(
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  return serve.parser("tunix plan serve", _ABOUT, Section(Planned))
+  return serve.parser("tunix plan serve", _ABOUT, Section(PlanOptions))
 
 
 def plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
@@ -102,7 +102,7 @@ def plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
     FileNotFoundError, ImportError, ValueError: see `main`.
   """
   where = topology_lib.find(topology)
-  grid, settings = where.mesh(mesh), _settings(values.build(serve.Served))
+  grid, settings = where.mesh(mesh), _settings(values.build(serve.ServeOptions))
   with mesh_lib.use_mesh(grid):
     model = loading.ModelLoader(settings, grid, of_shapes=True).model()
   config = serve.engine_config(values, model)
@@ -134,7 +134,7 @@ def plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
   )
 
 
-def _settings(args: serve.Served) -> RunSettings:
+def _settings(args: serve.ServeOptions) -> RunSettings:
   """Returns settings that name the model of a server."""
   names = {name for family in families.FAMILIES.values() for name in family.presets}
   key, source = "name", args.model
