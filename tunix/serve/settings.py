@@ -7,29 +7,17 @@ import ipaddress
 import pathlib
 import typing
 import urllib.parse
-from typing import Literal
 
+from tunix.generate.answers.formats import FORMATS
 from tunix.utils import checks, text_files
 from tunix.utils.setting import Secret, setting
 
-ToolFormat = Literal[
-  "auto",
-  "deepseek_v3",
-  "gemma4",
-  "glm4",
-  "granite",
-  "harmony",
-  "hermes",
-  "llama3",
-  "mistral",
-  "olmo3",
-  "phi4_mini",
-  "qwen3_coder",
-  "smollm3_code",
-  "none",
-]
-TOOL_FORMATS: tuple[ToolFormat, ...] = typing.get_args(ToolFormat)
-
+TOOL_FORMATS = ("auto", *sorted({*FORMATS} - {"none"}), "none")
+# The command reads the choices off the type; a type checker has no names of a table.
+if typing.TYPE_CHECKING:
+  ToolFormat = str
+else:
+  ToolFormat = typing.Literal[TOOL_FORMATS]
 
 # Variable of the environment with the API key.
 KEY = "TUNIX_API_KEY"

@@ -229,10 +229,10 @@ def check(config: DistillRun) -> None:
         f"{section.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
         f"follow {reader}, leave {prefix}.{name} out"
       )
-  if config.data.pad_to == "longest" and not config.follows_lengths:
+  if config.data.pad_to in ("shared", "longest") and not config.follows_lengths:
     raise ValueError(
-      f"data.pad_to is 'longest' and distill.cache is {section.cache!r}, which finds "
-      "rows by their padded tokens. Leave data.pad_to out"
+      f"data.pad_to is {config.data.pad_to!r} and distill.cache is {section.cache!r}, "
+      "which finds rows by their padded tokens. Leave data.pad_to out"
     )
   if section.teacher is None and section.cache is None:
     raise ValueError(

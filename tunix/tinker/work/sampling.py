@@ -23,7 +23,6 @@ from tunix.generate.engine.request import (
   Ticket,
 )
 from tunix.tinker.errors import BusyError, NotFoundError, TinkerError
-from tunix.tinker.protocol import packed
 from tunix.tinker.protocol.results import (
   Result,
   Results,
@@ -35,7 +34,7 @@ from tunix.tinker.state.checkpoints import Place
 from tunix.tinker.state.runs import Op
 from tunix.tinker.state.turns import Room
 from tunix.tinker.work.loaded_adapters import LoadedAdapters
-from tunix.utils import io
+from tunix.utils import array_codec, io
 from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
@@ -322,7 +321,7 @@ class Sampler:
     """Reads the journal of the process before, and returns a new one."""
     log = journal.opened(self._file)
     for record in log.records():
-      meta, arrays = packed.unpack(record)
+      meta, arrays = array_codec.from_bytes(record)
       if meta["type"] == "op":
         self._open[meta["id"]] = Op(kind="sample", args=meta["args"], arrays=arrays)
         continue
