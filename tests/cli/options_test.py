@@ -133,6 +133,25 @@ def test_later_files_override_earlier_ones_and_arguments_override_files(tmp_path
   assert (settings.model_name, values.build(serve.ServeOptions).model) == ("x", "n")
 
 
+@pytest.mark.parametrize("text", ['"a"', "a: b", "[a]", "", "~", "null", "1e3", "# a"])
+def test_texts_of_the_command_line_stay_as_they_were_typed(text):
+  words = ["--model=m", "--prompt", text, "--stop", "x" + text]
+  args = generate.parser().read(words).build(generate.GenerateOptions)
+  assert (args.prompt, args.stop_strings) == ((text,), ("x" + text,))
+
+
+def test_numbers_null_and_json_of_the_command_line():
+  words = ["m", "--tinker", "--tinker_root=null", "--queue_timeout=1e-1", "--tp=null"]
+  values = serve.parser().read(words[:-1])
+  assert values.build(TinkerSettings).root is None
+  assert values.build(ServeSettings).queue_timeout == 0.1
+  with pytest.raises(ValueError, match="--tp is null, expected a whole number"):
+    serve.parser().read(words)
+  words = ["m", "--data=d", '--template_args={"a":"b","c":[1,null],"d":true}']
+  args = evaluate.parser().read(words).build(evaluate.EvalOptions)
+  assert args.template_args == {"a": "b", "c": [1, None], "d": True}
+
+
 def test_sections_of_a_file_are_prefixes_with_a_point(tmp_path):
   file = tmp_path / "eval.yaml"
   file.write_text("model: m\ndata: d\ndistributed: {num_processes: 2}\n")

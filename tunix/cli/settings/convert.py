@@ -111,11 +111,12 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     ValueError: the value has another type; begins with `key` and gives both types.
   """
   plain_value = value.value if isinstance(value, Argument) else value
-  for read in (plain_value, value.text) if isinstance(value, Argument) else (value,):
-    for option in options(hint):
-      done, result = _as(read, option, key)
-      if done:
-        return result
+  for option in options(hint):
+    done, result = _as(plain_value, option, key)
+    if done:
+      return result
+  if isinstance(value, Argument) and str in options(hint):
+    return value.text
   raise ValueError(f"{key} is {describe(plain_value)}, expected {describe_type(hint)}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -121,7 +122,11 @@ class Option:
       return given
 
     def read(text: str, hint: Any) -> Any:
-      return convert.convert(yaml_text.argument(text), hint, f"--{self.name}")
+      # Texts stay as they were typed: YAML takes quotation marks away.
+      is_null = text == "null" and convert.takes_null(hint)
+      is_text = {str, pathlib.Path} & {*convert.options(hint)} and not is_null
+      value = text if is_text else yaml_text.argument(text)
+      return convert.convert(value, hint, f"--{self.name}")
 
     item = convert.item_of(self.hint)
     return (
