@@ -350,21 +350,18 @@ def _request(
 ) -> EngineRequest:
   """Returns a request with completions from `first` on; None: with all of them."""
   args = op.args
-  seed = args["seed"]
-  if seed is None:  # the same after a restart
-    seed = int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "little") >> 1
+  # A journal of before has no values of newer rules.
+  rules = {key: args[key] for key in EngineRequest.keywords().values() if key in args}
+  if rules["seed"] is None:  # the same after a restart
+    digest = hashlib.sha256(id.encode()).digest()
+    rules["seed"] = int.from_bytes(digest[:4], "little") >> 1
   wants_prompt = first == 0 and (args["prompt_logprobs"] or args["topk_prompt"] > 0)
   return EngineRequest(
     prompt=op.arrays["prompt"],
     max_tokens=args["max_tokens"],
     num_samples=args["num_samples"] if count is None else count,
     first_row=first,
-    temperature=args["temperature"],
-    top_k=args["top_k"],
-    top_p=args["top_p"],
-    seed=seed,
-    stop_ids=args["stop_ids"],
-    stop_strings=tuple(args["stop_strings"]),
+    **rules,
     logprobs=True,
     top_logprobs=max(args["topk_sample"], args["topk_prompt"] if wants_prompt else 0),
     prompt_logprobs=wants_prompt,
