@@ -63,7 +63,7 @@ class FakeStream:
     # The last bits of an engine's numbers depend on what else is in a launch.
     logps = np.full(4, -1.0 - 0.01 * self.launches, np.float32)
     versions = np.full(4, self._version, np.int32)
-    return Drawn(draw.episode, ids, logps, versions, "length", None, draw.group)
+    return Drawn(draw.id, ids, logps, versions, "length")
 
 
 class WholeBatch(FakeStream):

@@ -25,6 +25,7 @@ class Draw:
     max_tokens: most ids of the action.
     stops: texts that end it.
     stop_ids: ids that end it, in addition to the end-of-sequence ids.
+    number: in a `Stream`, number of the action; None: that of the episode.
     group: in a `Stream`, numbers of the batch and of the prompt.
     key: in a `Stream`, random key of the batch.
   """
@@ -35,22 +36,27 @@ class Draw:
   max_tokens: int
   stops: tuple[str, ...] = ()
   stop_ids: tuple[int, ...] = ()
+  number: int | None = None
   group: Group | None = None
   key: jax.Array | None = None
+
+  @property
+  def id(self) -> int:
+    """Number that the drawn action has."""
+    return self.episode if self.number is None else self.number
 
 
 class Drawn(NamedTuple):
   """A drawn action.
 
   Attributes:
-    episode: number of the episode.
+    episode: `Draw.id`, the number of the episode or of the action.
     ids: int32 [n], with the id that ended it.
     logps: float32 [n], of the distribution that was drawn from, in nats.
     versions: int32 [n], version of the weights, or None.
     finish_reason: "eos", "stop" or "length".
     routes: experts of the tokens of the prompt and the action, [T + n, M, k], see
       `SamplerOutput.routes`; or None.
-    group: that of its `Draw`.
   """
 
   episode: int
@@ -59,7 +65,6 @@ class Drawn(NamedTuple):
   versions: np.ndarray | None
   finish_reason: str
   routes: np.ndarray | None = None
-  group: Group | None = None
 
 
 class ClientLost(RuntimeError):

@@ -45,7 +45,7 @@ class EngineClient:
     self._version, self._start = version, first
     self.launches = 0
     self._open: dict[Ticket, list[list[Delta]]] = {}
-    self._first: dict[Ticket, Draw] = {}
+    self._draws: dict[Ticket, list[Draw]] = {}
 
   @property
   def open(self) -> int:
@@ -71,7 +71,7 @@ class EngineClient:
       )
       ticket = self._engine.submit(request, streams=False)
       self._open[ticket] = [[] for _ in group]
-      self._first[ticket] = first
+      self._draws[ticket] = group
 
   def poll(self) -> list[Drawn]:
     """Runs one launch."""
@@ -94,7 +94,7 @@ class EngineClient:
         ended.append(delta.sample)
     done = [self._drawn(ticket, sample) for sample in ended]
     if all(p and p[-1].finish_reason is not None for p in parts):
-      del self._open[ticket], self._first[ticket]
+      del self._open[ticket], self._draws[ticket]
     return done
 
   def _drawn(self, ticket: Ticket, sample: int) -> Drawn:
@@ -102,15 +102,14 @@ class EngineClient:
     versions = np.concatenate([delta.versions for delta in deltas])
     if self._version is not None:
       versions = np.full_like(versions, self._version)
-    first = self._first[ticket]
+    draw = self._draws[ticket][sample]
     return Drawn(
-      first.episode + sample,
+      draw.id,
       np.concatenate([delta.tokens for delta in deltas]).astype(np.int32),
       np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
       versions,
       deltas[-1].finish_reason or "",
       deltas[-1].routes,
-      first.group,
     )
 
 

@@ -21,8 +21,9 @@ def draw_to_json(draw: Draw) -> dict[str, Any]:
 
 def draw_from_json(saved: dict[str, Any]) -> Draw:
   """Returns the action of `draw_to_json`, whose arrays are decoded."""
-  key = seed_from_json(saved.get("key"))
-  return Draw(**saved | {"group": _group(saved), "key": key})
+  group, key = saved.get("group"), seed_from_json(saved.get("key"))
+  more = {"group": None if group is None else tuple(group), "key": key}
+  return Draw(**saved | more)
 
 
 def drawn_to_json(drawn: Drawn) -> dict[str, Any]:
@@ -32,18 +33,13 @@ def drawn_to_json(drawn: Drawn) -> dict[str, Any]:
 
 def drawn_from_json(saved: dict[str, Any]) -> Drawn:
   """Returns the action of `drawn_to_json`, whose arrays are decoded."""
-  fields: dict[str, Any] = {"versions": None, **saved, "group": _group(saved)}
+  fields: dict[str, Any] = {"versions": None, **saved}
   return Drawn(**fields)
 
 
 def _encoded(fields: dict[str, Any]) -> dict[str, Any]:
   """Returns fields as JSON; those that are None are missing."""
   return array_codec.to_json({k: x for k, x in fields.items() if x is not None})
-
-
-def _group(saved: dict[str, Any]) -> Any:
-  group = saved.get("group")
-  return None if group is None else tuple(group)
 
 
 def seed_to_json(seed: Any) -> Any:

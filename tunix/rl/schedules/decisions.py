@@ -152,14 +152,14 @@ class GroupClient:
     self._check()
     self._loop.put(GroupEnd(self, rollouts, content, offset))
 
-  def in_stream(self, draw: Draw) -> Draw:
+  def in_stream(self, draw: Draw, number: int) -> Draw:
     """Returns an action as a stream takes it."""
-    number = draw.episode + self.first
-    return dataclasses.replace(draw, episode=number, group=self.group, key=self.key)
+    own = {"number": number, "group": self.group, "key": self.key}
+    return dataclasses.replace(draw, episode=draw.episode + self.first, **own)
 
   def answer(self, drawn: Drawn) -> None:
     """Hands out an action; called in the engine's thread."""
-    self._answers.put(drawn._replace(episode=drawn.episode - self.first))
+    self._answers.put(drawn)
 
   def _check(self) -> None:
     if self.is_abandoned or not self._loop.is_running:

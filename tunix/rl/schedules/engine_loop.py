@@ -12,13 +12,14 @@ begins again, as after a kill of the run.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from tunix.rl.rollout.client import ClientLost, Group, Stream
+from tunix.rl.rollout.client import ClientLost, Stream
 from tunix.rl.schedules.decisions import (
   Decider,
   Decision,
@@ -80,7 +81,9 @@ class EngineLoop:
     self._stream: Stream | None = None
     self._weights: Weights | None = None  # those of the stream; None: it has to start
     self._losses, self._idle_s = 0, 0.0
-    self._drawing: dict[Group, GroupClient] = {}
+    self._numbers = itertools.count()
+    # The client and the episode of each open action.
+    self._drawing: dict[int, tuple[GroupClient, int]] = {}
     self._parked, self._is_working, self._stops = 0, False, False
     self._thread: threading.Thread | None = None
 
@@ -258,11 +261,13 @@ class EngineLoop:
 
   def _draw(self, asked: GroupDraws) -> None:
     assert self._stream is not None
-    self._drawing[asked.client.group] = asked.client
-    self._stream.submit([asked.client.in_stream(draw) for draw in asked.draws])
+    numbers = [next(self._numbers) for _ in asked.draws]
+    for number, draw in zip(numbers, asked.draws):
+      self._drawing[number] = asked.client, draw.episode
+    self._stream.submit(list(map(asked.client.in_stream, asked.draws, numbers)))
 
   def _launch(self) -> None:
     assert self._stream is not None
     for drawn in self._stream.poll():
-      assert drawn.group is not None
-      self._drawing[drawn.group].answer(drawn)
+      client, episode = self._drawing.pop(drawn.episode)
+      client.answer(drawn._replace(episode=episode))
