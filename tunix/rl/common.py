@@ -25,14 +25,24 @@ import jax
 import numpy as np
 
 from tunix.generate.sizes import batching
-from tunix.rl import route_arrays
+from tunix.generate.tokens import COLUMNS, Tokens, padded
 from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+ROUTE_ARRAYS = ("prompt_routes", "completion_routes")
 _PROMPT_ARRAYS = ("prompt_ids", "prompt_mask", "prompt_routes")
+# Arrays of `Rollouts` by columns of `Tokens`, where the names differ: those of the
+# prompt's tokens, None if it has none, and of the others.
+_ARRAYS: dict[str, tuple[str | None, str]] = {
+  "ids": (None, "completion_ids"),
+  "is_drawn": (None, "completion_mask"),
+  "sampling_logps": (None, "rollout_logps"),
+  "rewards": (None, "turn_rewards"),
+  "routes": ROUTE_ARRAYS,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -234,12 +244,15 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
+def _arrays_of(column: str) -> tuple[str | None, str]:
+  """Returns the names of the arrays of a column of `Tokens`, see `_ARRAYS`."""
+  return _ARRAYS.get(column, (None, column))
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Rollouts)}
 _ROW_ARRAYS = (
-  *TOKEN_ARRAYS,
-  *route_arrays.NAMES,
-  "rollout_logps",
-  "turn_rewards",
-  "versions",
+  *("prompt_ids", "prompt_mask"),
+  *(name for column in COLUMNS for name in _arrays_of(column) if name in _FIELDS),
 )
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation", "seconds")
@@ -328,26 +341,32 @@ def rollouts_of(
   """
   width = _width(out.prompt_tokens, config.max_prompt_length, bucketed)
   space = _width(out.tokens, config.max_tokens_to_generate, bucketed)
-  rows = len(out.tokens)
-  prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
-  lengths = np.array([len(row) for row in out.tokens])
-  stamps = out.versions
-  if stamps is not None:
-    stamps = batching.right_padded(stamps, space, np.int32)
   return Rollouts(
     batch=batch,
     text=out.text,
     finish_reasons=out.finish_reasons,
-    prompt_ids=prompt_ids,
-    prompt_mask=prompt_mask,
-    completion_ids=batching.right_padded(out.tokens, space, np.int32),
-    # The mask comes from the lengths, because the padding id 0 can also be a token.
-    completion_mask=np.arange(space) < lengths[:, None],
-    rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
-    versions=stamps,
     group_size=group_size,
-    **route_arrays.padded(out.routes, out.prompt_tokens, width, space),
+    **row_arrays(out.completions(), width, space),
   )
+
+
+def row_arrays(rows: Sequence[Tokens], width: int, space: int) -> dict[str, Any]:
+  """Pads rows to the arrays of `Rollouts`.
+
+  Args:
+    rows: the rows.
+    width, space: tokens of a padded prompt, and of a padded completion.
+  """
+  prompts = [row.prompt for row in rows]
+  ids, mask = batching.left_padded(prompts, len(rows), width, 0)
+  out: dict[str, Any] = {"prompt_ids": ids, "prompt_mask": mask}
+  # The mask is no `ids != 0`, because the padding id 0 can also be a token.
+  rows = [row.with_mask() for row in rows]
+  for column in COLUMNS:
+    names = _arrays_of(column)
+    if names[1] in _FIELDS and (arrays := padded(rows, column, width, space)):
+      out |= {name: x for name, x in zip(names, arrays) if name is not None}
+  return out
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:

@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+from tunix.generate.tokens import Tokens
 from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
@@ -16,10 +17,14 @@ from tunix.rl.reward.rewards import RewardOutput
 
 def rollouts(**columns):
   action = Action([5, 1], text="5", message={"role": "assistant", "content": "5"})
-  turn = Turn(
+  tokens = Tokens(
     prompt=np.array([2, 3], np.int32),
+    ids=np.array([5, 1], np.int32),
+    sampling_logps=np.array([-0.1, -0.2], np.float32),
+  )
+  turn = Turn(
+    tokens=tokens,
     action=action,
-    logps=np.array([-0.1, -0.2], np.float32),
     reward=0.5,
     logs={"page": object()},
   )

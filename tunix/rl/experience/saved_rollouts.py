@@ -11,6 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from tunix.generate.tokens import Tokens
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
@@ -89,18 +92,34 @@ def _episode(episode: Episode, *, keeps_routes: bool = False) -> dict[str, Any]:
 
 
 def _turn(turn: Turn, keeps_routes: bool) -> dict[str, Any]:
-  out = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
+  saved = turn.tokens.saved()
+  del saved["ids"]  # those of the action
   if not keeps_routes:  # the padded arrays of the rollouts have them
-    del out["routes"]
+    del saved["routes"]
+  out = {"prompt": turn.prompt, "action": _action(turn.action), **saved}
+  out |= {name: getattr(turn, name) for name in _OF_TURN}
   # `logs` may hold any object; samples show its text, too.
-  out["logs"] = json.loads(json.dumps(dict(turn.logs), default=str))
-  return out | {"action": [list(turn.action), dict(vars(turn.action))]}
+  return out | {"logs": json.loads(json.dumps(dict(turn.logs), default=str))}
+
+
+_OF_TURN = ("reward", "metrics", "logs", "episode_done")
+
+
+def _action(action: Action) -> list[Any]:
+  return [list(action), dict(vars(action))]
 
 
 def _episode_of(saved: dict[str, Any]) -> Episode:
   turns = []
   for turn in saved["turns"]:
     ids, named = turn["action"]
-    turns.append(Turn(**turn | {"action": Action(ids, **named)}))
+    own = {"prompt": turn["prompt"], "ids": np.array(ids, np.int32)}
+    turns.append(
+      Turn(
+        tokens=Tokens.of_saved(turn, **own),
+        action=Action(ids, **named),
+        **{name: turn[name] for name in _OF_TURN if name in turn},
+      )
+    )
   fields: dict[str, Any] = saved | {"turns": turns}
   return Episode(**fields)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from tunix.generate import engine_sampler
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler
+from tunix.generate.outputs import with_text
 from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.generate.tokens import Completion
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
@@ -65,6 +71,16 @@ class VanillaRollout(SamplerRollout):
       )
       self.sampler = name
       self._sampler = self._made()
+
+  def _completed(
+    self, prompts: Sequence[np.ndarray], steps: int, options: Mapping[str, Any]
+  ) -> list[Completion]:
+    checked = SamplingOptions(max_generation_steps=steps, **options)
+    rows = self._sampler.complete(prompts, checked)
+    tokenizer, stops = self._sampler.tokenizer, checked.stops
+    # The weights are those of `version`, whatever number the engine gave them.
+    rows = [dataclasses.replace(row, versions=None) for row in rows]
+    return [with_text(row, tokenizer, stops) for row in rows]
 
   def session(
     self, rows: int, max_tokens: int

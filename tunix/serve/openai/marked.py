@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
-from tunix.generate.engine.request import Delta
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion, Delta
 
 
 class MarkedText:
@@ -24,11 +22,11 @@ class MarkedText:
     self._tokens: list[int] = []
     self._sent, self._is_marked = 0, False
 
-  def push(self, delta: Delta) -> str:
-    """Returns the new text of a delta."""
+  def push(self, delta: Delta | Completion) -> str:
+    """Returns the new text of a delta, or that of a whole completion."""
     if not self._marks:
       return delta.text
-    new = [int(token) for token in np.asarray(delta.tokens)]
+    new = delta.ids.tolist()
     self._tokens += new
     self._is_marked = self._is_marked or any(token in self._marks for token in new)
     if not self._is_marked:
