@@ -325,11 +325,10 @@ def _holds(have: EngineConfig, wanted: EngineConfig) -> bool:
 def _increment(first: int, delta: Delta, options: SamplingOptions) -> Increment:
   """Returns a delta as an increment of row `first` + its sample."""
   kept = outputs.kept_tokens(delta.ids, delta.finish_reason, options)
-  columns = {name: x for name, _, x in delta.cut(len(kept)).columns()}
   return Increment(
     row=first + delta.sample,
     text=delta.text,
     prompt=delta.prompt,
     finish_reason=delta.finish_reason,
-    **columns,
+    **delta.cut(len(kept)).columns(),
   )

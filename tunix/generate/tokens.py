@@ -9,8 +9,9 @@ it and the place that reads it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -113,16 +114,14 @@ class Tokens:
       return None
     return TopLogprobs(self.top_ids, self.top_logps)
 
-  def columns(self) -> Iterator[tuple[str, Column, np.ndarray]]:
-    """Yields the name, the form and the values of each column that is known."""
-    for name, form in COLUMNS.items():
-      if (values := getattr(self, name)) is not None:
-        yield name, form, values
+  def columns(self) -> dict[str, np.ndarray]:
+    """Returns the columns that are known, by name."""
+    return {name: x for name in COLUMNS if (x := getattr(self, name)) is not None}
 
   def cut(self, count: int) -> Self:
     """Returns the first `count` tokens."""
     over = max(0, len(self.ids) - count)
-    kept = {name: x[: len(x) - over] for name, _, x in self.columns()}
+    kept = {name: x[: len(x) - over] for name, x in self.columns().items()}
     return dataclasses.replace(self, **kept)
 
   def with_mask(self) -> Self:
@@ -136,8 +135,11 @@ class Tokens:
     over = self.prompt[width:]
     if not len(over):
       return self
-    columns = [(n, x) for n, c, x in self.with_mask().columns() if not c.covers_prompt]
-    moved = {n: np.concatenate([_read(n, over, x), x]) for n, x in columns}
+    moved = {
+      name: np.concatenate([_read(name, over, x), x])
+      for name, x in self.with_mask().columns().items()
+      if not COLUMNS[name].covers_prompt
+    }
     return dataclasses.replace(self, prompt=self.prompt[:width], **moved)
 
   def saved(self) -> dict[str, np.ndarray | None]:
@@ -196,12 +198,16 @@ _SAVED = {name: form.saved for name, form in COLUMNS.items() if form.saved}
 
 def joined(deltas: Sequence[Delta]) -> Completion:
   """Returns a completion from its deltas."""
-  last, columns = deltas[-1], dict[str, np.ndarray]()
+  last = deltas[-1]
   assert last.finish_reason is not None
-  for name, form in COLUMNS.items():
-    known = [x for delta in deltas if (x := getattr(delta, name)) is not None]
-    if known:
-      columns[name] = known[-1] if form.covers_prompt else np.concatenate(known)
+  parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+  for delta in deltas:
+    for name, x in delta.columns().items():
+      parts[name].append(x)
+  columns = {
+    name: own[-1] if COLUMNS[name].covers_prompt else np.concatenate(own)
+    for name, own in parts.items()
+  }
   return Completion(
     number=last.sample,
     text="".join(delta.text for delta in deltas),
@@ -221,11 +227,9 @@ def chained(turns: Sequence[Tokens]) -> Tokens:
   turns = [turn.with_mask() for turn in turns]
   starts = [len(turns[0].prompt), *(len(t.prompt) + len(t.ids) for t in turns)]
   read = [turn.prompt[start:] for turn, start in zip(turns, starts)]
-  columns: dict[str, np.ndarray] = {}
-  for name, form in COLUMNS.items():
-    own: list[Any] = [getattr(turn, name) for turn in turns]
-    if any(x is None for x in own):
-      continue
+  every, columns = [turn.columns() for turn in turns], dict[str, np.ndarray]()
+  for name in set(every[0]).intersection(*every):
+    own, form = [known[name] for known in every], COLUMNS[name]
     if form.covers_prompt:
       # A token keeps the values of its first run. The last one of a turn is run in the
       # next turn.

@@ -279,9 +279,6 @@ def rollouts_of(
   )
 
 
-_NONE = np.zeros(0, np.int32)
-
-
 def _rows_of(episode: Episode, most: int) -> list[Tokens]:
   rows = [] if episode.failure else episode.rows()
   if len(rows) > most:
@@ -297,10 +294,9 @@ def _rows_of(episode: Episode, most: int) -> list[Tokens]:
 def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
   """Adds rows without a drawn token."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
-  floats = np.zeros(0, np.float32)
-  columns = {"sampling_logps": floats, "rewards": floats, "versions": _NONE}
-  empty = Tokens(prompt=prompt, **columns)
-  return [*rows, *[empty] * (count - len(rows))]
+  # Zeros stand for what no row of a batch knows, in which every environment failed.
+  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.outputs import fill_id
-from tunix.generate.tokens import Completion
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 
@@ -62,12 +61,11 @@ class SamplerRollout(BaseRollout):
       **({"return_routes": True} if c.replay_routes else {}),
       **self._options,
     }
-    rows = self._completed(ids, c.max_tokens_to_generate, options)
-    return RolloutOutput.of(rows, self.version)
+    return self._output(ids, c.max_tokens_to_generate, options)
 
-  def _completed(
-    self, prompts: Sequence[np.ndarray], steps: int, options: Mapping[str, Any]
-  ) -> list[Completion]:
+  def _output(
+    self, prompts: list[np.ndarray], steps: int, options: dict[str, Any]
+  ) -> RolloutOutput:
     """Calls the sampler.
 
     Args:
@@ -83,19 +81,15 @@ class SamplerRollout(BaseRollout):
         "from. Start it with processed log-probs (vLLM: --logprobs-mode "
         "processed_logprobs), or sample at temperature 1 without filters"
       )
-    samples = options["num_samples"]
-    routes = out.routes if options.get("return_routes") else None
-    return [
-      Completion(
-        prompt=prompts[i // samples],
-        text=out.text[i],
-        ids=ids,
-        sampling_logps=out.sampling_logprobs[i],
-        routes=None if routes is None else routes[i],
-        finish_reason=out.finish_reasons[i],
-      )
-      for i, ids in enumerate(out.tokens)
-    ]
+    return RolloutOutput(
+      text=out.text,
+      tokens=list(out.tokens),
+      prompt_tokens=[row for row in prompts for _ in range(options["num_samples"])],
+      logprobs=list(out.sampling_logprobs),
+      finish_reasons=out.finish_reasons,
+      version=self.version,
+      routes=out.routes if options.get("return_routes") else None,
+    )
 
   def pad_id(self) -> int:
     return fill_id(self._sampler.tokenizer)

@@ -144,8 +144,7 @@ class Launches:
         written += [(slot, page, *s.pages_at(page)) for page in pages]
       if out.bad[slot] and reason is None:  # else a stop string came before it
         s.failure = _not_finite(s)
-      reason_here = None if s.failure else reason
-      results.hand_out(s, out, slot, count, reason_here, version)
+      results.hand_out(s, out, slot, count, None if s.failure else reason, version)
       if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:

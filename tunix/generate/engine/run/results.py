@@ -101,15 +101,8 @@ def _routes(s: Sequence) -> np.ndarray | None:
 
 def cancelled(s: Sequence) -> None:
   """Puts the last, empty delta of a cancelled completion into its ticket."""
-  none = np.zeros(0, np.int32)
-  s.ticket.put(
-    Delta(
-      sample=s.sample,
-      prompt=s.request.prompt,
-      versions=none,
-      finish_reason="cancelled",
-    )
-  )
+  last = {"versions": np.zeros(0, np.int32), "finish_reason": "cancelled"}
+  s.ticket.put(Delta(sample=s.sample, prompt=s.request.prompt, **last))
 
 
 def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -> None:
