@@ -155,8 +155,7 @@ class RolloutOutput:
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = {f.name for f in dataclasses.fields(self)} - {"version"}
-    names -= {name for name in ("versions", "routes") if getattr(self, name) is None}
+    names = [name for name in _COLUMNS if getattr(self, name) is not None]
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
     return RolloutOutput(**rows, version=self.version)
