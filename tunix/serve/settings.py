@@ -5,29 +5,12 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import pathlib
-import typing
 import urllib.parse
-from typing import Literal
 
+from tunix.generate.answers.formats import FORMATS
 from tunix.utils import checks
 
-ToolFormat = Literal[
-  "auto",
-  "deepseek_v3",
-  "gemma4",
-  "glm4",
-  "granite",
-  "harmony",
-  "hermes",
-  "llama3",
-  "mistral",
-  "olmo3",
-  "phi4_mini",
-  "qwen3_coder",
-  "smollm3_code",
-  "none",
-]
-TOOL_FORMATS: tuple[ToolFormat, ...] = typing.get_args(ToolFormat)
+TOOL_FORMATS = ("auto", *sorted({*FORMATS} - {"none"}), "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +24,8 @@ class ServeSettings:
     model_name: name of the model in requests and answers.
     checkpoint_root: folder below which `/update_weights` and `/v1/load_lora_adapter`
       may read; None: both routes are refused.
-    tool_format: how the model writes tool calls. "auto": read off the chat template.
+    tool_format: how the model writes tool calls, one of `TOOL_FORMATS`. "auto": read
+      off the chat template.
     split_reasoning: return the text between <think> and </think> in a field of its own.
     max_body_bytes: largest body of a request.
     max_prompt_tokens: longest prompt; None: the limit of the engine.
@@ -75,7 +59,7 @@ class ServeSettings:
   api_key: str | None = dataclasses.field(default=None, repr=False)
   model_name: str = "default"
   checkpoint_root: pathlib.Path | None = None
-  tool_format: ToolFormat = "auto"
+  tool_format: str = "auto"
   split_reasoning: bool = True
   max_body_bytes: int = 16 * 2**20
   max_prompt_tokens: int | None = None

@@ -16,7 +16,7 @@ from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout import shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
-from tunix.utils import json_arrays
+from tunix.utils import array_codec
 
 GOLDEN = pathlib.Path(__file__).parent.parent.parent / "golden"
 
@@ -118,7 +118,7 @@ def test_tokens_keep_the_forms_of_an_earlier_version():
     "padded": saved_rollouts.to_json(padded),
   }
   for name, form in before.items():
-    want, got = (plain(json_arrays.decoded(x)) for x in (form, after[name]))
+    want, got = (plain(array_codec.from_json(x)) for x in (form, after[name]))
     # Checkpoints keep their bytes; the order of keys in a request is free.
     sort = {"sort_keys": name == "actions"}
     assert json.dumps(got, **sort) == json.dumps(want, **sort), name

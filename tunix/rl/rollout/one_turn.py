@@ -46,6 +46,5 @@ def completions(
   while policy.open:
     by_row |= {drawn.number: drawn for drawn in policy.poll()}
   rows = [by_row[i] for i in range(count)]
-  stops = config.stop_strings or ()
   rows = [dataclasses.replace(row, prompt=prompt) for row in rows]
-  return RolloutOutput.of([with_text(row, tokenizer, stops) for row in rows])
+  return RolloutOutput.of([with_text(row, tokenizer, config.stops) for row in rows])

@@ -20,7 +20,7 @@ import numpy as np
 from tunix.generate.tokens import Completion
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.weights import local_arrays
-from tunix.utils import coordination, json_arrays
+from tunix.utils import array_codec, coordination
 
 # Seconds that a process waits for the others' completions after its own are drawn.
 _TIMEOUT_S = 3600.0
@@ -119,18 +119,18 @@ _ROWS = [
 
 def to_json(out: RolloutOutput) -> dict[str, Any]:
   """Returns completions as JSON, without their versions."""
-  return json_arrays.encoded({name: getattr(out, name) for name in _ROWS})
+  return array_codec.to_json({name: getattr(out, name) for name in _ROWS})
 
 
 def from_json(saved: dict[str, Any], version: Any) -> RolloutOutput:
   """Returns the completions of `to_json`, drawn by a version of the weights."""
-  return RolloutOutput(**json_arrays.decoded(saved), version=version)
+  return RolloutOutput(**array_codec.from_json(saved), version=version)
 
 
 def actions_to_json(actions: Sequence[Completion]) -> list[dict[str, Any]]:
   """Returns actions of episodes as JSON, without their prompts and texts."""
   own = lambda x: {"episode": x.number, "finish_reason": x.finish_reason}
-  return json_arrays.encoded([own(x) | x.saved() for x in actions])
+  return array_codec.to_json([own(x) | x.saved() for x in actions])
 
 
 def actions_from_json(saved: list[dict[str, Any]], version: int) -> list[Completion]:
@@ -141,5 +141,5 @@ def actions_from_json(saved: list[dict[str, Any]], version: int) -> list[Complet
       number=row["episode"],
       finish_reason=row["finish_reason"],
     )
-    for row in json_arrays.decoded(saved)
+    for row in array_codec.from_json(saved)
   ]
