@@ -25,24 +25,13 @@ import jax
 import numpy as np
 
 from tunix.generate.sizes import batching
-from tunix.generate.tokens import COLUMNS, Tokens, padded
+from tunix.rl import row_arrays
 from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-ROUTE_ARRAYS = ("prompt_routes", "completion_routes")
-_PROMPT_ARRAYS = ("prompt_ids", "prompt_mask", "prompt_routes")
-# Arrays of `Rollouts` by columns of `Tokens`, where the names differ: those of the
-# prompt's tokens, None if it has none, and of the others.
-_ARRAYS: dict[str, tuple[str | None, str]] = {
-  "ids": (None, "completion_ids"),
-  "is_drawn": (None, "completion_mask"),
-  "sampling_logps": (None, "rollout_logps"),
-  "rewards": (None, "turn_rewards"),
-  "routes": ROUTE_ARRAYS,
-}
 
 
 @jax.tree_util.register_dataclass
@@ -220,7 +209,7 @@ class Rollouts:
     )
 
   def _row_arrays(self) -> dict[str, np.ndarray]:
-    arrays = {name: getattr(self, name) for name in _ROW_ARRAYS}
+    arrays = {name: getattr(self, name) for name in row_arrays.NAMES}
     return {name: x for name, x in arrays.items() if x is not None}
 
   def with_episode_rows(self, count: int) -> Rollouts:
@@ -232,7 +221,7 @@ class Rollouts:
       parts = x.reshape(len(self.text), self.episode_rows, *x.shape[1:])
       added = np.repeat(parts[:, :1], count - self.episode_rows, axis=1)
       # A row needs a prompt. Nothing of its completion counts.
-      added = added if name in _PROMPT_ARRAYS else np.zeros_like(added)
+      added = added if name in row_arrays.PROMPTS else np.zeros_like(added)
       return np.concatenate([parts, added], axis=1).reshape(-1, *x.shape[1:])
 
     arrays = {name: padded(name, x) for name, x in self._row_arrays().items()}
@@ -244,16 +233,6 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-def _arrays_of(column: str) -> tuple[str | None, str]:
-  """Returns the names of the arrays of a column of `Tokens`, see `_ARRAYS`."""
-  return _ARRAYS.get(column, (None, column))
-
-
-_FIELDS = {field.name for field in dataclasses.fields(Rollouts)}
-_ROW_ARRAYS = (
-  *("prompt_ids", "prompt_mask"),
-  *(name for column in COLUMNS for name in _arrays_of(column) if name in _FIELDS),
-)
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation", "seconds")
 
@@ -291,7 +270,7 @@ def _stacked(
   arrays = [none(part) if x is None else x for x, part in zip(arrays, parts)]
   width = max(x.shape[1] for x in arrays)
   # Prompts are padded on the left, so that every prompt ends where completions start.
-  sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
+  sides = (1, 0) if name in row_arrays.PROMPTS else (0, 1)
   padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
   pad = lambda x, p: np.pad(x, ((0, 0), p, *((0, 0),) * (x.ndim - 2)))
   return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
@@ -346,27 +325,8 @@ def rollouts_of(
     text=out.text,
     finish_reasons=out.finish_reasons,
     group_size=group_size,
-    **row_arrays(out.completions(), width, space),
+    **row_arrays.of(out.completions(), width, space),
   )
-
-
-def row_arrays(rows: Sequence[Tokens], width: int, space: int) -> dict[str, Any]:
-  """Pads rows to the arrays of `Rollouts`.
-
-  Args:
-    rows: the rows.
-    width, space: tokens of a padded prompt, and of a padded completion.
-  """
-  prompts = [row.prompt for row in rows]
-  ids, mask = batching.left_padded(prompts, len(rows), width, 0)
-  out: dict[str, Any] = {"prompt_ids": ids, "prompt_mask": mask}
-  # The mask is no `ids != 0`, because the padding id 0 can also be a token.
-  rows = [row.with_mask() for row in rows]
-  for column in COLUMNS:
-    names = _arrays_of(column)
-    if names[1] in _FIELDS and (arrays := padded(rows, column, width, space)):
-      out |= {name: x for name, x in zip(names, arrays) if name is not None}
-  return out
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import Tokens
-from tunix.rl import common
+from tunix.rl import row_arrays
 from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
@@ -275,7 +275,7 @@ def rollouts_of(
     group_size=group_size,
     episodes=list(episodes),
     episode_rows=each,
-    **common.row_arrays(placed, width, space),
+    **row_arrays.of(placed, width, space),
   )
 
 

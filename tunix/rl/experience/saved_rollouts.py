@@ -91,35 +91,28 @@ def _episode(episode: Episode, *, keeps_routes: bool = False) -> dict[str, Any]:
   return out | {"turns": [_turn(turn, keeps_routes) for turn in episode.turns]}
 
 
+_OF_TURN = ("reward", "metrics", "logs", "episode_done")
+
+
 def _turn(turn: Turn, keeps_routes: bool) -> dict[str, Any]:
   saved = turn.tokens.saved()
   del saved["ids"]  # those of the action
   if not keeps_routes:  # the padded arrays of the rollouts have them
     del saved["routes"]
-  out = {"prompt": turn.prompt, "action": _action(turn.action), **saved}
+  action = [list(turn.action), dict(vars(turn.action))]
+  out = {"prompt": turn.prompt, "action": action, **saved}
   out |= {name: getattr(turn, name) for name in _OF_TURN}
   # `logs` may hold any object; samples show its text, too.
   return out | {"logs": json.loads(json.dumps(dict(turn.logs), default=str))}
 
 
-_OF_TURN = ("reward", "metrics", "logs", "episode_done")
-
-
-def _action(action: Action) -> list[Any]:
-  return [list(action), dict(vars(action))]
-
-
 def _episode_of(saved: dict[str, Any]) -> Episode:
-  turns = []
-  for turn in saved["turns"]:
-    ids, named = turn["action"]
-    own = {"prompt": turn["prompt"], "ids": np.array(ids, np.int32)}
-    turns.append(
-      Turn(
-        tokens=Tokens.of_saved(turn, **own),
-        action=Action(ids, **named),
-        **{name: turn[name] for name in _OF_TURN if name in turn},
-      )
-    )
-  fields: dict[str, Any] = saved | {"turns": turns}
-  return Episode(**fields)
+  fields: dict[str, Any] = {"turns": [_turn_of(turn) for turn in saved["turns"]]}
+  return Episode(**saved | fields)
+
+
+def _turn_of(saved: dict[str, Any]) -> Turn:
+  ids, named = saved["action"]
+  own = {"prompt": saved["prompt"], "ids": np.array(ids, np.int32)}
+  rest = {name: saved[name] for name in _OF_TURN}
+  return Turn(tokens=Tokens.of_saved(saved, **own), action=Action(ids, **named), **rest)
