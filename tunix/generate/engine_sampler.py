@@ -142,7 +142,7 @@ class EngineSampler(BaseSampler):
     if self._is_for_padded(options):
       return self._padded.sample(prompts, options)
     rows = self.complete(prompts, options)
-    return outputs.sampler_output(self.tokenizer, prompts, options, rows)
+    return outputs.output_of(self.tokenizer, prompts, options, rows)
 
   def complete(
     self, prompts: list[np.ndarray], options: SamplingOptions

@@ -113,18 +113,47 @@ def sampler_output(
   tokenizer: TokenizerAdapter,
   prompts: Sequence[np.ndarray],
   options: SamplingOptions,
-  rows: Sequence[Completion],
-  width: int | None = None,
+  *,
+  tokens: Sequence[np.ndarray],
+  finish_reasons: Sequence[str],
+  logits: Sequence[np.ndarray] | None = None,
+  logprobs: Sequence[np.ndarray] | None = None,
+  sampling_logprobs: Sequence[np.ndarray] | None = None,
 ) -> SamplerOutput:
-  """Builds the output of a call from its B = P * num_samples ended rows.
+  """Builds the output of a user's sampler from its B = P * num_samples ended rows.
 
   Args:
     tokenizer: turns ids into text.
     prompts: P prompts, int32 ids each.
     options: options of the call.
-    rows: B completions, the samples of a prompt next to each other. Each holds the
+    tokens: B int32 arrays, the samples of a prompt next to each other. Each holds the
       end-of-sequence token that ended the row, or ends with the token that completes a
-      stop string. Their texts are not used.
+      stop string.
+    finish_reasons: B of "eos", "stop", "length".
+    logits, logprobs, sampling_logprobs: one entry a token for each row, as in
+      SamplerOutput; or None.
+  """
+  named = {"logits": logits, "logps": logprobs, "sampling_logps": sampling_logprobs}
+  known: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
+  rows = [
+    Completion(ids=ids, finish_reason=end, **{name: x[i] for name, x in known.items()})
+    for i, (ids, end) in enumerate(zip(tokens, finish_reasons))
+  ]
+  return output_of(tokenizer, prompts, options, rows)
+
+
+def output_of(
+  tokenizer: TokenizerAdapter,
+  prompts: Sequence[np.ndarray],
+  options: SamplingOptions,
+  rows: Sequence[Completion],
+  width: int | None = None,
+) -> SamplerOutput:
+  """Builds the output of a call; see `sampler_output`.
+
+  Args:
+    tokenizer, prompts, options: see `sampler_output`.
+    rows: B completions. Their prompts and texts are not used.
     width: tokens of a padded prompt. None: `max_prompt_length`, or a power of two.
   """
   fill, stops = fill_id(tokenizer), options.stops

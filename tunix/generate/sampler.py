@@ -129,7 +129,7 @@ class Sampler(BaseSampler):
   ) -> SamplerOutput:
     request = self._prepare(prompts, options)
     rows = self._completed(request, prompts)
-    return outputs.sampler_output(self.tokenizer, prompts, options, rows, request.width)
+    return outputs.output_of(self.tokenizer, prompts, options, rows, request.width)
 
   def _completed(self, request: Request, prompts: list[np.ndarray]) -> list[Completion]:
     options = request.options

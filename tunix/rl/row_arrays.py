@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import Tokens, padded
@@ -24,7 +23,7 @@ PROMPTS = ("prompt_ids", "prompt_mask", *(x for x, _ in _ARRAYS.values() if x))
 NAMES = (*PROMPTS, *(x for _, x in _ARRAYS.values()))
 
 
-def of(rows: Sequence[Tokens], width: int, space: int) -> dict[str, np.ndarray]:
+def of(rows: Sequence[Tokens], width: int, space: int) -> dict[str, Any]:
   """Returns the arrays of rows by name; those that no row knows are missing.
 
   Args:
@@ -32,7 +31,9 @@ def of(rows: Sequence[Tokens], width: int, space: int) -> dict[str, np.ndarray]:
     width, space: tokens of a padded prompt, and of a padded completion.
   """
   prompts = [row.prompt for row in rows]
-  out = dict(zip(PROMPTS, batching.left_padded(prompts, len(rows), width, 0)))
+  out: dict[str, Any] = dict(
+    zip(PROMPTS, batching.left_padded(prompts, len(rows), width, 0))
+  )
   # The mask is no `ids != 0`, because the padding id 0 can also be a token.
   rows = [row.with_mask() for row in rows]
   for column, names in _ARRAYS.items():

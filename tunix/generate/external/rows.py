@@ -113,7 +113,7 @@ def sampler_output(
       if the settings determine them, and are None otherwise.
   """
   rows = [dataclasses.replace(x, **_logprobs(x.logps, options, kind)) for x in rows]
-  return outputs.sampler_output(tokenizer, prompts, options, rows)
+  return outputs.output_of(tokenizer, prompts, options, rows)
 
 
 def _logprobs(
