@@ -178,6 +178,7 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ({"distill__teacher": None, "distill__teacher_dtype": "bfloat16"}, "teacher_dtype"),
     ({"rollout__temperature": 0.5}, "rollout.temperature is 0.5 and distill.on_policy"),
     ({"rollout__engine": "padded"}, "it belongs to the jobs grpo and ppo"),
+    ({"rollout__slots": 4}, "it belongs to the jobs grpo and ppo"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
     (
       {"data__pad_to": "longest", "distill__cache": "x"},

@@ -135,6 +135,7 @@ class StudentRollout(RolloutConfig):
   stop_strings: tuple[str, ...] = ()
   # Options of RolloutConfig that the student's sampler has not.
   kv_cache_size: int | None = setting(None, python_only=True)
+  slots: int | None = setting(None, python_only=True)
   gather_weights: GatherWeights = setting(None, python_only=True)
   replay_routes: bool = setting(False, python_only=True)
   engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
