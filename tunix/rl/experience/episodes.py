@@ -261,6 +261,7 @@ def rollouts_of(
   most = max(map(len, rows), default=1)
   each = min(max_rows, batching.bucket(max(1, most)))
   width, space = widths
+  # The prompt of a later row holds the conversation so far, and may be too long.
   placed = [x.with_prompt_of(width) for group in rows for x in _filled(group, each)]
   if bucketed:
     longest = lambda parts: batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
