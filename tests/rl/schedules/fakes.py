@@ -8,12 +8,13 @@ import numpy as np
 
 from tests.rl import clusters
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion
 from tunix.rl import common
 from tunix.rl.metrics import Phases
 from tunix.rl.pipeline import PromptSource
 from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.client import ClientLost, Drawn
+from tunix.rl.rollout.client import ClientLost
 from tunix.rl.weights.placement import Weights
 from tunix.rl.weights.weight_sync import PolicyVersion
 from tunix.sft.metrics_logger import Mode
@@ -63,7 +64,13 @@ class FakeStream:
     # The last bits of an engine's numbers depend on what else is in a launch.
     logps = np.full(4, -1.0 - 0.01 * self.launches, np.float32)
     versions = np.full(4, self._version, np.int32)
-    return Drawn(draw.id, ids, logps, versions, "length")
+    return Completion(
+      number=draw.id,
+      ids=ids,
+      sampling_logps=logps,
+      versions=versions,
+      finish_reason="length",
+    )
 
 
 class WholeBatch(FakeStream):

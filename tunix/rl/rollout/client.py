@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
+from tunix.generate.tokens import Completion
 from tunix.rl.weights.placement import Weights
 
 Group = tuple[int, int]  # number of the batch, number of the prompt in it
@@ -46,27 +47,6 @@ class Draw:
     return self.episode if self.number is None else self.number
 
 
-class Drawn(NamedTuple):
-  """A drawn action.
-
-  Attributes:
-    episode: `Draw.id`, the number of the episode or of the action.
-    ids: int32 [n], with the id that ended it.
-    logps: float32 [n], of the distribution that was drawn from, in nats.
-    versions: int32 [n], version of the weights, or None.
-    finish_reason: "eos", "stop" or "length".
-    routes: experts of the tokens of the prompt and the action, [T + n, M, k], see
-      `SamplerOutput.routes`; or None.
-  """
-
-  episode: int
-  ids: np.ndarray
-  logps: np.ndarray
-  versions: np.ndarray | None
-  finish_reason: str
-  routes: np.ndarray | None = None
-
-
 class ClientLost(RuntimeError):
   """An engine elsewhere has ended with all that was open; a new client may begin."""
 
@@ -89,8 +69,12 @@ class SamplingClient(Protocol):
     """Takes actions to draw."""
     ...
 
-  def poll(self) -> list[Drawn]:
-    """Works for a bounded time; returns the actions that are ready, if any."""
+  def poll(self) -> list[Completion]:
+    """Works for a bounded time; returns the actions that are ready, if any.
+
+    Their `number` is `Draw.id`. They have `sampling_logps`, and `versions` and `routes`
+    if these are known.
+    """
     ...
 
   def cancel(self) -> None:

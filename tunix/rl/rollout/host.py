@@ -278,7 +278,7 @@ class RolloutHost:
       client.submit([wire.draw_from_json(draw) for draw in read])
       if not client.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
-      done = [wire.drawn_to_json(drawn) for drawn in client.poll()]
+      done = wire.actions_to_json(client.poll())
     self.draws += 1
     if launch is not None:
       self._last = launch, done

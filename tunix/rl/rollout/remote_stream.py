@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate.external.http import Refused
+from tunix.generate.tokens import Completion
 from tunix.rl.rollout import host as host_lib, wire
-from tunix.rl.rollout.client import ClientLost, Draw, Drawn
+from tunix.rl.rollout.client import ClientLost, Draw
 from tunix.rl.rollout.remote_host import RemoteHost, together
 from tunix.rl.weights.placement import Weights
-from tunix.utils import array_codec
 
 
 class RemoteStream:
@@ -44,7 +44,7 @@ class RemoteStream:
       self._new[number].append(draw)
       self._open[number] += 1
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     """Runs one launch.
 
     Raises:
@@ -73,13 +73,13 @@ class RemoteStream:
     """Leaves the engines to the next stream or run, which ends them on the hosts."""
     self._open = [0] * len(self._hosts)
 
-  def _polled(self, number: int) -> list[Drawn]:
+  def _polled(self, number: int) -> list[Completion]:
     sent = [wire.draw_to_json(draw) for draw in self._new[number]]
     given = {"draws": sent, "launch": self.launches}
-    answers = array_codec.from_json(_called(self._hosts[number], "poll", given))
+    done = wire.actions_from_json(_called(self._hosts[number], "poll", given))
     self._new[number] = []
-    self._open[number] -= len(answers)
-    return [wire.drawn_from_json(answer) for answer in answers]
+    self._open[number] -= len(done)
+    return done
 
 
 def _called(host: RemoteHost, method: str, given: Mapping[str, Any]) -> Any:

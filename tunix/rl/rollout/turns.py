@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,9 @@ import jax
 import numpy as np
 
 from tunix.generate.engine.engine import Engine
-from tunix.generate.engine.request import Delta, EngineRequest, Ticket
-from tunix.rl.rollout.client import Draw, Drawn, groups_of, keyed
+from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.tokens import Completion, Delta, joined
+from tunix.rl.rollout.client import Draw, groups_of, keyed
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
 
@@ -73,7 +73,7 @@ class EngineClient:
       self._open[ticket] = [[] for _ in group]
       self._draws[ticket] = group
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     """Runs one launch."""
     self.launches += bool(self._engine.step())
     return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
@@ -82,40 +82,23 @@ class EngineClient:
     if self._engine.is_alive:
       self._engine.cancel_all()  # after an error: nobody waits for what is left
 
-  def _arrived(self, ticket: Ticket) -> list[Drawn]:
-    parts, ended = self._open[ticket], []
-    while True:
-      try:
-        delta = ticket.get(0)
-      except queue.Empty:
-        break
+  def _arrived(self, ticket: Ticket) -> list[Completion]:
+    parts, done = self._open[ticket], list[Completion]()
+    for delta in ticket.arrived():
       parts[delta.sample].append(delta)
       if delta.finish_reason is not None:
-        ended.append(delta.sample)
-    done = [self._drawn(ticket, sample) for sample in ended]
+        done.append(self._action(ticket, joined(parts[delta.sample])))
     if all(p and p[-1].finish_reason is not None for p in parts):
       del self._open[ticket], self._draws[ticket]
     return done
 
-  def _drawn(self, ticket: Ticket, sample: int) -> Drawn:
-    deltas = self._open[ticket][sample]
-    versions = np.concatenate([delta.versions for delta in deltas])
-    if self._version is not None:
-      versions = np.full_like(versions, self._version)
-    draw = self._draws[ticket][sample]
-    return Drawn(
-      draw.id,
-      np.concatenate([delta.tokens for delta in deltas]).astype(np.int32),
-      np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
-      versions,
-      deltas[-1].finish_reason or "",
-      deltas[-1].routes,
-    )
-
-
-def _logps(delta: Delta) -> np.ndarray:
-  assert delta.sampling_logprobs is not None
-  return delta.sampling_logprobs
+  def _action(self, ticket: Ticket, drawn: Completion) -> Completion:
+    """Returns a completion of a request with the number of its action."""
+    stamps = drawn.versions
+    if stamps is not None and self._version is not None:
+      stamps = np.full_like(stamps, self._version)
+    number = self._draws[ticket][drawn.number].id
+    return dataclasses.replace(drawn, number=number, versions=stamps)
 
 
 class EngineStream(EngineClient):
@@ -167,9 +150,9 @@ class BatchClient:
   def cancel(self) -> None:
     self._waiting.clear()
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     draws, self._waiting = self._waiting, []
-    out: list[Drawn] = []
+    out: list[Completion] = []
     kinds: dict[Any, list[Draw]] = {}
     for draw in draws:
       kinds.setdefault((draw.turn, draw.stops, draw.stop_ids), []).append(draw)
@@ -183,7 +166,7 @@ class BatchClient:
     turn: int,
     stops: tuple[str, ...],
     stop_ids: tuple[int, ...],
-  ) -> list[Drawn]:
+  ) -> list[Completion]:
     c, groups = self._config, groups_of(draws)
     size = len(groups[0])
     is_plain = turn == 0 and all(len(group) == size for group in groups)
@@ -214,25 +197,14 @@ class BatchClient:
       seed=key,
       first_prompt=first,
     )
-    routes = out.routes or [None] * len(draws)
     return [
-      _cut(draw, np.asarray(ids), np.asarray(logps), reason, experts)
-      for draw, ids, logps, reason, experts in zip(
-        draws, out.tokens, out.logprobs, out.finish_reasons, routes, strict=True
-      )
+      dataclasses.replace(_cut(row, draw.max_tokens), number=draw.episode)
+      for draw, row in zip(draws, out.completions(), strict=True)
     ]
 
 
-def _cut(
-  draw: Draw,
-  ids: np.ndarray,
-  logps: np.ndarray,
-  reason: str,
-  routes: np.ndarray | None,
-) -> Drawn:
+def _cut(row: Completion, most: int) -> Completion:
   """Returns an action with at most the tokens that there is room for."""
-  if len(ids) > draw.max_tokens:
-    ids, logps, reason = ids[: draw.max_tokens], logps[: draw.max_tokens], "length"
-  if routes is not None:
-    routes = routes[: len(draw.prompt) + len(ids)]
-  return Drawn(draw.episode, ids.astype(np.int32), logps, None, reason, routes)
+  if len(row.ids) <= most:
+    return row
+  return dataclasses.replace(row.cut(most), finish_reason="length")

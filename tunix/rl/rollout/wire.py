@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.rl.rollout.client import Draw, Drawn
+from tunix.generate.tokens import Completion
+from tunix.rl.rollout.client import Draw
 from tunix.utils import array_codec
 
 
@@ -26,15 +28,30 @@ def draw_from_json(saved: dict[str, Any]) -> Draw:
   return Draw(**saved | more)
 
 
-def drawn_to_json(drawn: Drawn) -> dict[str, Any]:
-  """Returns a drawn action as JSON."""
-  return _encoded(drawn._asdict())
+def actions_to_json(actions: Sequence[Completion]) -> list[dict[str, Any]]:
+  """Returns drawn actions as JSON, without their prompts and texts."""
+  own = lambda x: {"episode": x.number, "finish_reason": x.finish_reason}
+  return array_codec.to_json([own(x) | x.saved() for x in actions])
 
 
-def drawn_from_json(saved: dict[str, Any]) -> Drawn:
-  """Returns the action of `drawn_to_json`, whose arrays are decoded."""
-  fields: dict[str, Any] = {"versions": None, **saved}
-  return Drawn(**fields)
+def actions_from_json(
+  saved: list[dict[str, Any]], version: int | None = None
+) -> list[Completion]:
+  """Returns the actions of `actions_to_json`.
+
+  Args:
+    saved: the JSON.
+    version: version of the weights that drew them; None: they have versions.
+  """
+  stamps = lambda row: (
+    {} if version is None else {"versions": np.full(len(row["ids"]), version, np.int32)}
+  )
+  return [
+    Completion.of_saved(
+      row | stamps(row), number=row["episode"], finish_reason=row["finish_reason"]
+    )
+    for row in array_codec.from_json(saved)
+  ]
 
 
 def _encoded(fields: dict[str, Any]) -> dict[str, Any]:

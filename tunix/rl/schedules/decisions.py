@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
+from tunix.generate.tokens import Completion
 from tunix.rl.common import Rollouts
 from tunix.rl.metrics import Phases
-from tunix.rl.rollout.client import ClientLost, Draw, Drawn, Group
+from tunix.rl.rollout.client import ClientLost, Draw, Group
 from tunix.rl.weights.placement import Weights
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class GroupClient:
     self.phases = Phases()  # only the group's thread uses it before `hand_in`
     self.is_abandoned = False
     self._open = 0
-    self._answers: queue.SimpleQueue[Drawn] = queue.SimpleQueue()
+    self._answers: queue.SimpleQueue[Completion] = queue.SimpleQueue()
 
   @property
   def open(self) -> int:
@@ -135,7 +136,7 @@ class GroupClient:
     self._open += len(draws)
     self._loop.put(GroupDraws(self, tuple(draws)))
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     self._check()
     try:
       drawn = [self._answers.get(timeout=_LOOK_S)]
@@ -157,7 +158,7 @@ class GroupClient:
     own = {"number": number, "group": self.group, "key": self.key}
     return dataclasses.replace(draw, episode=draw.episode + self.first, **own)
 
-  def answer(self, drawn: Drawn) -> None:
+  def answer(self, drawn: Completion) -> None:
     """Hands out an action; called in the engine's thread."""
     self._answers.put(drawn)
 

@@ -12,6 +12,7 @@ begins again, as after a kill of the run.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -269,5 +270,5 @@ class EngineLoop:
   def _launch(self) -> None:
     assert self._stream is not None
     for drawn in self._stream.poll():
-      client, episode = self._drawing.pop(drawn.episode)
-      client.answer(drawn._replace(episode=episode))
+      client, episode = self._drawing.pop(drawn.number)
+      client.answer(dataclasses.replace(drawn, number=episode))
