@@ -113,7 +113,7 @@ def test_tokens_keep_the_forms_of_an_earlier_version():
   after = {
     "episodes": saved_rollouts.episodes_to_json(every),
     "rollouts": saved_rollouts.to_json(rollouts),
-    "actions": shared_rollout.actions_to_json(actions),
+    "actions": wire.actions_to_json(actions),
     "completions": shared_rollout.to_json(RolloutOutput.of(out.completions())),
     "padded": saved_rollouts.to_json(padded),
   }
