@@ -35,8 +35,8 @@ PAGES = sorted(
   if not page.relative_to(ROOT).as_posix().startswith(MADE)
 )
 EXAMPLES = ROOT / "examples"
-# A page's runs take longer than their compilation. Readers set no XLA_FLAGS.
-ENVIRONMENT = os.environ | world.environment(shipped=True) | {"XLA_FLAGS": ""}
+# Readers have one device.
+ENVIRONMENT = os.environ | {"XLA_FLAGS": world.xla_flags(devices=1)}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -81,28 +81,21 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[forks.Forks]:
-  with forks.started(ENVIRONMENT) as started:
-    yield started
-
-
-def run(kind: str, code: str, folder: pathlib.Path, processes: forks.Forks) -> None:
+def run(kind: str, code: str, folder: pathlib.Path) -> None:
   """One block, in a process of its own."""
+  processes = forks.shared()
   path = f"{processes.shim.parent}{os.pathsep}{os.environ['PATH']}"
-  environment = ENVIRONMENT | {"PATH": path}
-  if kind == "bash":
-    done = subprocess.run(
-      ["bash", "-euo", "pipefail", "-c", code],
-      cwd=folder,
-      env=environment,
-      capture_output=True,
-      text=True,
-      timeout=600,
-      check=False,
-    )
-  else:
-    done = processes.run({"code": code}, folder, environment)
+  task = {"kind": "-c", "program": code, "argv": []}
+  is_bash = kind == "bash"
+  done = subprocess.run(
+    ["bash", "-euo", "pipefail", "-c", code] if is_bash else processes.command(task),
+    cwd=folder,
+    env=ENVIRONMENT | {"PATH": path},
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
@@ -113,14 +106,14 @@ def page_id(page: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=page_id)
-def test_every_snippet_runs(page, prepared, tmp_path, processes):
+def test_every_snippet_runs(page, prepared, tmp_path):
   shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
   python = "".join(code for kind, code in blocks(page) if kind == "python")
   for kind, code in blocks(page):
     if kind == "bash":
-      run(kind, code, tmp_path, processes)
+      run(kind, code, tmp_path)
   if python:
-    run("python", python, tmp_path, processes)
+    run("python", python, tmp_path)
 
 
 # Arguments that are no keys.
