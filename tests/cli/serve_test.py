@@ -12,7 +12,7 @@ import types
 import httpx
 import pytest
 
-from tests import toys, toys_text
+from tests import forks, toys, toys_text
 from tests.cli import runs
 from tunix.cli.commands import serve
 from tunix.cli.commands.planning import serve as plan_serve
@@ -47,7 +47,7 @@ class Server:
     command = [sys.executable, "-m", "tunix.cli.main", "serve", str(folder)]
     # Unbuffered output would hide a line that is not flushed.
     changes = {"TUNIX_API_KEY": "secret", "JAX_PLATFORMS": "cpu"}
-    self.process = subprocess.Popen(
+    self.process = forks.popen(
       [*command, "--port", "0", "--slots", "2", *map(str, words)],
       stdout=subprocess.PIPE,
       text=True,

@@ -3,12 +3,12 @@
 import importlib.util
 import json
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from tests import forks
 from tunix import Mode
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
@@ -57,7 +57,7 @@ def test_the_loop_learns(rl_loop):
 def test_the_learners_examples_run_and_resume(name, tmp_path):
   command = [sys.executable, EXAMPLES / f"{name}.py", "--output", tmp_path]
   for steps in (2, 4):
-    done = subprocess.run(
+    done = forks.run(
       [*command, "--steps", str(steps)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr

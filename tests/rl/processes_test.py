@@ -16,7 +16,10 @@ def together(count, folder, job, *what, devices=8):
   port, devices = processes.free_port(), devices // count
   arguments = (port, count, folder, job, *what)
   processes.finish(
-    *(processes.start(PROGRAM, devices, rank, *arguments) for rank in range(count)),
+    *(
+      processes.start(PROGRAM, devices, rank, *arguments, fork=rank > 0 or count == 1)
+      for rank in range(count)
+    ),
     timeout=600,
   )
 

@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from tests import forks
 from tests.serve.serving import error_of
 from tunix.serve import server as server_lib
 from tunix.serve.http.hosts import digests_of
@@ -43,7 +44,7 @@ def hosts(count):
     started = []
     for _ in range(count):
       started.append(
-        subprocess.Popen(
+        forks.popen(
           [sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
       )

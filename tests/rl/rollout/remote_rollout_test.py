@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import drills, processes, toys
+from tests import drills, forks, processes, toys
 from tests.rl import clusters, drill_worker
 from tests.rl.env import toy_envs
 from tests.rl.rollout import hosts as hosts_lib
@@ -398,7 +398,7 @@ def test_weights_that_are_sent_are_those_of_the_version(monkeypatch):
 
 def start_host(port, programs):
   command = [sys.executable, "-m", "tests.rl.rollout.hosts", str(port), str(programs)]
-  return subprocess.Popen(
+  return forks.popen(
     command, cwd=drills.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
   )
 
