@@ -2,8 +2,9 @@
 
   CPU_SECONDS=FILE python -m pytest -p tests.cpu_seconds ...
 
-A line is a number of seconds of processor time, with that of ended child processes, and
-the test's id. Forks of tests/forks.py count. Other work on the machine changes them less than it changes durations.
+A line is a number of seconds of processor time, with that of ended child processes and
+of ended forks (tests/forks.py), and the test's id. Other work on the machine changes
+them less than it changes durations.
 """
 
 import os
