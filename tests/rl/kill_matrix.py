@@ -22,7 +22,7 @@ import tempfile
 import time
 from typing import Any
 
-from tests import drills, forks, processes, world
+from tests import drills, processes, world
 from tests.rl import drill_worker
 from tunix.rl.schedules import journal
 
@@ -50,7 +50,7 @@ class Running:
     for rank, log in enumerate(self.logs):
       with log.open("w") as file:
         self.popens.append(
-          forks.popen(
+          subprocess.Popen(
             [
               *(sys.executable, "-m", "tests.rl.drill_worker"),
               *(job, str(folder), *more(rank)),
