@@ -5,8 +5,8 @@ folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts
 stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
 Commands of tunix in `text` and `console` blocks need chips, servers, hosts, models of
 the hub, or minutes: their arguments and keys are checked, and they do not run.
-README's first two blocks are the quickstart and this suite itself: they have their
-own tests.
+A run of 20 to 99 steps takes 4. README's first two blocks are the quickstart and this
+suite itself: they have their own tests.
 """
 
 import json
@@ -38,6 +38,7 @@ EXAMPLES = ROOT / "examples"
 # Readers have one device.
 ENVIRONMENT = os.environ | {"XLA_FLAGS": world.xla_flags(devices=1)}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+MANY_STEPS = re.compile(r"\bmax_steps=[2-9]\d\b")
 
 
 def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
@@ -45,7 +46,11 @@ def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
   if page.name == "README.md":
     bash = [i for i, (kind, _) in enumerate(found) if kind == "bash"][:2]
     found = [block for i, block in enumerate(found) if i not in bash]
-  return [(kind, code) for kind, code in found if kind in ("python", "bash")]
+  return [
+    (kind, MANY_STEPS.sub("max_steps=4", code))
+    for kind, code in found
+    if kind in ("python", "bash")
+  ]
 
 
 @pytest.fixture(scope="module")
