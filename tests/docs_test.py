@@ -35,8 +35,8 @@ PAGES = sorted(
   if not page.relative_to(ROOT).as_posix().startswith(MADE)
 )
 EXAMPLES = ROOT / "examples"
-# Readers have one device.
-ENVIRONMENT = os.environ | {"XLA_FLAGS": world.xla_flags(devices=1)}
+# Readers have one device, and `tunix plan` may ask for more.
+ENVIRONMENT = os.environ | {"XLA_FLAGS": world.xla_flags(devices=None)}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 MANY_STEPS = re.compile(r"\bmax_steps=[2-9]\d\b")
 
