@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests import forks, processes
+from tests import processes
 
 WARNING = "Involuntary full rematerialization"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -28,7 +28,7 @@ PRESETS = (
 
 def said(axes, *names):
   """(what XLA said of these programs, and of one that it warns of)."""
-  done = forks.run(
+  done = subprocess.run(
     [sys.executable, "-m", "tests.layouts_program", json.dumps(axes), *names],
     cwd=processes.ROOT,
     # Programs from a cache are not spoken of; what CPUs optimize comes later.
