@@ -33,7 +33,7 @@ from tunix.utils.setting import facts_of
 _NAMES = {
   "eval_data": "data.eval",
   "rewards": "reward.functions",
-  "quantize": "model.quantize",
+  "quantise": "model.quantize",
 }
 
 # Sections about the files of a run.

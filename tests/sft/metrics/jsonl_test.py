@@ -141,7 +141,7 @@ def test_kill_9_in_the_middle_leaves_a_file_that_resumes_to_the_same_bytes(tmp_p
     f"""
     import json, sys
     sys.path[:0] = {[os.path.dirname(__file__), os.getcwd()]!r}
-    from metrics_jsonl_test import log_step
+    from jsonl_test import log_step
     from tunix.sft.metrics.jsonl import JsonlBackend
     backend = JsonlBackend({str(folder)!r})
     for step in range(200):

@@ -1,0 +1,1 @@
+"""`tunix eval`: likelihoods, pairs, and rewards of completions."""

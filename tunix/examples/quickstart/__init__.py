@@ -1,0 +1,1 @@
+"""The quickstart: a model is trained twice on sums, and answers."""
