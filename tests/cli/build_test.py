@@ -171,6 +171,7 @@ def test_data_keys_reach_the_batches(settings, plain_records):
   base = {
     "data__train": plain_records,
     "data__max_length": 30,
+    "data__pad_to": "longest",
     "training__max_steps": "null",
     "data__chat": "false",
     "data__shuffle": "false",
