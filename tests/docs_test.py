@@ -155,14 +155,12 @@ def check_command(command: str, *words: str) -> None:
     ValueError: an argument or a key is wrong.
   """
   if command == "plan" and words[0] == "serve":
-    parser = main._load("serve").parser()
-    plan_serve.add_arguments(parser)
-    parser.parse_args(words[1:])
+    plan_serve.parser().read(words[1:])
   elif command in ("train", "plan"):
     config_lib.load(words)
   else:
     parser = main._load(command).parser()
-    rest = parser.parse_known_args(words)[1]
+    rest = parser.parse_known_intermixed_args(words)[1]
     assert not rest or command == "rollouts", rest
 
 

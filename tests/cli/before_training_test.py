@@ -222,8 +222,20 @@ def test_completions_know_commands_options_and_keys(tmp_path, capsys):
   file = tmp_path / "tunix.sh"
   file.write_text(text)
   script = f"source {file}"
-  for words in ("train --training.max_s", "qui", "train a.yaml --job gr", "eval --sh"):
+  for words in (
+    "train --training.max_s",
+    "qui",
+    "train a.yaml --job gr",
+    "eval --sh",
+    "serve --tinker_max_ra",
+  ):
     script += f"; COMP_WORDS=(tunix {words}); COMP_CWORD={len(words.split())}"
     script += '; COMPREPLY=(); _shtab_tunix; echo "${COMPREPLY[@]}"'
   done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-  assert done.stdout.split() == ["--training.max_steps", "quickstart", "grpo", "--show"]
+  assert done.stdout.split() == [
+    "--training.max_steps",
+    "quickstart",
+    "grpo",
+    "--show",
+    "--tinker_max_rank",
+  ]

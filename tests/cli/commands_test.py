@@ -301,7 +301,7 @@ def test_generate_hands_options_to_the_sampler(model, capsys, monkeypatch):
     "top_p": 0.9,
     "min_p": 0.1,
     "num_samples": 2,
-    "stop_strings": ["x", "y"],
+    "stop_strings": ("x", "y"),
   }
   generated(capsys, *words, "--beam_size", 3, "--length_penalty", 2.0)
   assert (seen[0]["beam_size"], seen[0]["length_penalty"]) == (3, 2.0)
@@ -416,7 +416,10 @@ def test_peft_loads_an_adapter_with_its_tokenizer(run, model):
     (["--max_new_tokens", "0"], "--max_new_tokens is 0"),
     (["--temperature", "-1"], "--temperature is -1.0"),
     (["--seed", "1"], "--seed is 1"),
-    (["--max_new_tokens", "many"], "invalid int value"),
+    (
+      ["--max_new_tokens", "many"],
+      "--max_new_tokens is the text 'many', expected a whole number",
+    ),
     (["--adapter", "/no/such"], "/no/such lacks"),
     (["--top_k", "3"], "--top_k is 3"),
     (["--length_penalty", "2"], "--length_penalty is 2.0"),

@@ -6,8 +6,11 @@ import pathlib
 import pytest
 
 from tests.cli import runs
+from tunix.cli.commands import serve
 from tunix.cli.make import data_sources
 from tunix.data.records import SFT
+from tunix.serve.settings import ServeSettings
+from tunix.tinker.settings import TinkerSettings
 
 SECRETS = {
   "HF_TOKEN": "hf_NobodyMaySeeThisToken00000000000",
@@ -130,3 +133,25 @@ def test_names_without_secrets_are_taken(tmp_path, capsys, name):
   keys = {"job": "sft", "model__path": tmp_path / "no", "output_dir": tmp_path / "out"}
   assert runs.tunix("train", *runs.arguments(**keys, data__train=name)) == 2
   assert "holds a password" not in capsys.readouterr().err
+
+
+def test_keys_of_a_server_are_in_files_and_not_shown(tmp_path, capsys):
+  file, options, empty = tmp_path / "key", tmp_path / "serve.yaml", tmp_path / "none"
+  file.write_text(f"ann tml-{PASSWORD}")
+  options.write_text(f"model: m\napi_key_file: {file}\ntinker_keys: {file}\n")
+  values = serve.parser().read([f"--config={options}"])
+  built = [values.build(kind) for kind in (ServeSettings, TinkerSettings)]
+  check_hidden(empty, repr(built), str(vars(values)))
+  # The key itself is no value, in a file and as an argument.
+  for line in (
+    f"api_key: {PASSWORD}",
+    f"api_key_file: [{PASSWORD}]",
+    f"tinker_keys: {{ann: tml-{PASSWORD}}}",
+  ):
+    options.write_text(line)
+    assert runs.tunix("serve", "m", f"--config={options}") == 2
+  for words in ([f"--api_key={PASSWORD}"], ["--api_key", PASSWORD]):
+    assert runs.tunix("serve", "--model=m", *words) == 2
+  written = capsys.readouterr()
+  assert written.err.count("api_key_file") == 4  # the remedy
+  check_hidden(empty, written.out, written.err)

@@ -20,6 +20,7 @@ from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine.engine import Engine
 from tunix.models import lora, safetensors_saver
+from tunix.serve.settings import ServeSettings
 from tunix.utils import env
 
 SOON = 120  # seconds; compilation on a busy machine is the longest part
@@ -189,8 +190,9 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
     (["--slots", "0"], 2, "slots is 0"),
     (["--draft_tokens", "-1"], 2, "draft_tokens is -1"),
     (["--replicas", "5", "--tp", "2"], 2, "5 replicas of 2 devices need 10 devices"),
-    (["--tp", "0"], 2, "expected at least 1"),
-    (["--proxy", "example.org"], 2, "proxies has 'example.org'"),
+    (["--tp", "0"], 2, "--tp is 0"),
+    (["--tinker_root", "x"], 2, "--tinker_root has no effect without --tinker"),
+    (["--proxy", "example.org"], 2, "--proxy has 'example.org'"),
   ],
 )
 def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
@@ -224,9 +226,8 @@ def test_the_default_length_is_what_the_model_has(folder, monkeypatch):
   model = types.SimpleNamespace(config=types.SimpleNamespace(max_position=300))
 
   def most(*words):
-    args = serve.parser().parse_args([str(folder), *words])
-    config = serve._config(args, 0)
-    return serve._within_positions(config, args, model).max_tokens
+    values = serve.parser().read([str(folder), *words])
+    return serve.engine_config(values, model).max_tokens
 
   assert most() == 300
   assert most("--max_tokens", "200") == 200
@@ -238,14 +239,15 @@ def test_the_default_length_is_what_the_model_has(folder, monkeypatch):
 
 def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   monkeypatch.chdir(folder)
-  name = lambda model: serve._settings(serve.parser().parse_args([model])).model_name
+  name = lambda model: serve.parser().read([model]).build(serve.ServeOptions).name
   assert name(".") == name(str(folder)) == "tiny"
   assert name("ORG/NAME") == "NAME"
 
 
 def test_proxies_reach_the_server():
   words = ["a", "--proxy", "10.0.0.9", "--proxy", "10.1.0.0/16"]
-  proxies = lambda words: serve._settings(serve.parser().parse_args(words)).proxies
+  read = lambda words: serve.parser().read(words).build(ServeSettings)
+  proxies = lambda words: read(words).proxies
   assert proxies(words) == ("10.0.0.9", "10.1.0.0/16") and proxies(["a"]) == ()
 
 

@@ -177,7 +177,8 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ({"distill__strategy": "policy_gradient"}, "distill.on_policy_fraction not set"),
     ({"distill__teacher": None, "distill__teacher_dtype": "bfloat16"}, "teacher_dtype"),
     ({"rollout__temperature": 0.5}, "rollout.temperature is 0.5 and distill.on_policy"),
-    ({"rollout__min_p": 0.5}, "it belongs to the jobs grpo and ppo"),
+    ({"rollout__engine": "padded"}, "it belongs to the jobs grpo and ppo"),
+    ({"rollout__slots": 4}, "it belongs to the jobs grpo and ppo"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
     (
       {"data__pad_to": "longest", "distill__cache": "x"},
@@ -196,6 +197,7 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     (GRADIENT | {"distill__on_policy_fraction": 0.5}, "distill.on_policy_fraction 0.5"),
     (GRADIENT | {"rollout__top_p": 0.5}, "rollout.top_p is 0.5 and distill.strategy"),
     (GRADIENT | {"rollout__top_k": 5}, "rollout.top_k is 5 and distill.strategy"),
+    (GRADIENT | {"rollout__min_p": 0.5}, "rollout.min_p is 0.5 and distill.strategy"),
     (
       GRADIENT | {"distill__temperature": 2},
       "distill.temperature is 2.0, rollout.temp",

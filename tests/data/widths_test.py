@@ -13,7 +13,7 @@ from tests.data.pipeline_test import FIELDS, same, segments
 from tunix.data import pipeline, widths
 from tunix.data.records import LABELLED, PAIRS, SFT
 from tunix.data.rows import OneRow, SideBySide
-from tunix.data.scan import UNIT, scan
+from tunix.data.scan import STEP, UNIT, scan
 from tunix.data.source import Source
 
 TOKENIZER = toys_text.chat_tokenizer(None)
@@ -210,7 +210,7 @@ def test_the_share_of_padding_is_that_of_the_batches():
 def test_many_lengths_are_thinned_out_and_divide_over_the_shards():
   found = chosen([1] * 60 + [40] * 9 + [9000 // SEA], 1, 2**16, shards=3)
   assert all(length % 192 == 0 for length in found.lengths)
-  counts = [5] * 2048
+  counts = [5] * (2**17 // STEP)
   report = dataclasses.replace(scan(source([1], 2**17)), lengths={"record": counts})
   found = widths.choose(OneRow(max_length=2**17), report, 512)
   assert found.lengths[-1] == 2**17
@@ -218,16 +218,96 @@ def test_many_lengths_are_thinned_out_and_divide_over_the_shards():
 
 def built(made, found, **options):
   made = dataclasses.replace(made, layout=found.layout)
-  return pipeline.build_batches(made, widths=found.lengths, **options)
+  chosen = {"widths": found.lengths, "shared_rows": found.rows}
+  return pipeline.build_batches(made, **chosen, **options)
+
+
+# Shared rows.
+
+
+def shared(words, batch_size, batches=1, max_length=4096, **options):
+  made = source(words, max_length)
+  return made, widths.share(made.layout, scan(made), batch_size, batches, **options)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+  words=st.lists(st.integers(1, 120), min_size=1, max_size=20),
+  batch_size=st.sampled_from([2, 3, 4, 8]),
+  batches=st.sampled_from([1, 2]),
+)
+def test_a_batch_with_shared_rows_has_the_same_records(words, batch_size, batches):
+  made, found = shared(words, batch_size, batches)
+  options = {"batch_size": batch_size, "num_threads": 0}
+  plain = list(pipeline.build_batches(made, **options))
+  cut = list(built(made, found, batches_per_step=batches, **options))
+  assert len(plain) == len(cut)
+  for before, after in zip(plain, cut):
+    assert sorted(segments([before])) == sorted(segments([after]))
+    assert after["input_tokens"].shape[0] == found.rows or found.rows is None
+    assert after["input_tokens"].shape[1] in found.lengths
+  for step in range(0, len(cut), batches):
+    assert (
+      len({batch["input_tokens"].shape for batch in cut[step : step + batches]}) == 1
+    )
+
+
+def test_any_records_fit_into_shared_rows():
+  """The longest records of all meet in one batch, which no draw has seen."""
+  made, found = shared([1] * 400 + [120] * 8, 8)
+  assert found.rows == 1 and found.lengths[0] < found.lengths[-1]
+  made = dataclasses.replace(made, records=[example(120)] * 8)
+  (batch,) = built(made, found, batch_size=8, num_threads=0)
+  assert batch["input_tokens"].shape == (1, found.lengths[-1])
+  assert batch["segment_ids"].max() == 8
+
+
+def test_rows_are_shared_where_it_saves_tokens():
+  many, full = [3] * 60 + [100] * 4, [61 // SEA] * 64
+  _, found = shared(many, 8)
+  alone = chosen(many, 8)
+  assert found.rows < 8 and found.padding < alone.padding - 0.3
+  assert str(found).startswith(f"{found.rows} in a batch, shared by short records, of ")
+  assert shared(full, 8)[1] == chosen(full, 8)  # nothing to save
+  assert shared(many, 1)[1].rows is None
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4])
+def test_shared_rows_divide_over_the_shards_of_a_batch(unit):
+  _, found = shared([3] * 60 + [100] * 4, 16, row_unit=unit)
+  assert found.rows % unit == 0
+  assert shared([3] * 60, unit, row_unit=unit)[1].rows is None
+
+
+def test_the_share_of_padding_of_shared_rows_is_that_of_the_batches():
+  rng = random.Random(0)
+  words = [min(90, int(rng.expovariate(0.1))) + 1 for _ in range(400)]
+  made, found = shared(words, 8, 2)
+  batches = list(built(made, found, batch_size=8, batches_per_step=2))
+  padding = [batch["segment_ids"] == 0 for batch in batches]
+  share = sum(x.sum() for x in padding) / sum(x.size for x in padding)
+  assert found.padding == pytest.approx(share, abs=0.08)
+
+
+def test_every_process_has_its_rows_of_a_shared_batch():
+  made, found = shared([3] * 60 + [100] * 4, 16, row_unit=2)
+  options = {"batch_size": 16, "num_threads": 0}
+  parts = [
+    list(built(made, found, process_index=i, process_count=2, **options))
+    for i in range(2)
+  ]
+  for batch, *own in zip(built(made, found, **options), *parts, strict=True):
+    same({name: np.concatenate([x[name] for x in own]) for name in own[0]}, batch)
 
 
 WORDS = [1, 2, 40, 3, 1, 1, 2, 90, 1, 1, 1]
 
 
-def stepped(**options):
+def stepped(rows=None, **options):
   made = source(WORDS, 4096)
   options = {"batch_size": 2, "batches_per_step": 2, "num_threads": 0} | options
-  found = widths.Widths(layout=OneRow(max_length=256), lengths=(64, 128, 256))
+  layout, lengths = OneRow(max_length=256), (64, 128, 256)
+  found = widths.Widths(layout=layout, lengths=lengths, rows=rows)
   return built(made, found, **options)
 
 
@@ -246,8 +326,9 @@ def test_the_batches_of_a_step_have_the_width_of_their_longest_record():
   assert [batch["input_tokens"].shape[1] for batch in cut[::2]] == shapes
 
 
-def test_state_restores_exactly_at_every_batch():
-  options = {"num_epochs": 2, "seed": 1}
+@pytest.mark.parametrize("rows", [None, 1])
+def test_state_restores_exactly_at_every_batch(rows):
+  options = {"num_epochs": 2, "seed": 1, "rows": rows}
   iterator = iter(stepped(**options))
   states, batches = [json.dumps(iterator.get_state())], []
   for batch in iterator:

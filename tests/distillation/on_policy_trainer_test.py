@@ -1,5 +1,7 @@
 """On-policy: who writes, what is scored, and that a resumed run draws the same."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from tunix.distillation.on_policy_trainer import (
 )
 from tunix.distillation.outputs import Labels
 from tunix.distillation.strategies import LogitStrategy, PolicyGradientStrategy
+from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -119,6 +122,22 @@ def test_the_student_writes_what_its_sampler_says():
   )
   for tokens, mask, right in zip(rows["input_tokens"], rows["input_mask"], want.tokens):
     assert tokens[mask > 0].tolist() == right.tolist()
+
+
+def test_the_student_is_sampled_by_every_rule():
+  rules = {"top_p": 0.9, "top_k": 9, "min_p": 0.2, "eos_tokens": (5,)}
+  rules |= {"stop_strings": ("x",)}
+  t = trainers.on_policy(LogitStrategy(**GKD), sampling_temperature=0.7, **rules)
+  batch, seen = t._read({"prompts": [[1], [2]]}), {}
+
+  def sampler(prompts, max_generation_steps, **options):
+    seen.update(options)
+    return types.SimpleNamespace(tokens=[np.ones(1, np.int32)] * len(prompts))
+
+  t.sampler = sampler
+  assert t._sampled(batch, step=0, first=4).completion_mask.sum() == 2
+  assert seen.keys() >= SamplingParams().rules().keys()
+  assert seen.items() >= {**rules, "temperature": 0.7, "first_prompt": 4}.items()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +267,12 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
 
 @pytest.mark.parametrize(
   "changes",
-  [{"on_policy_fraction": 0.5}, {"sampling_temperature": 0.7}, {"top_k": 5}],
+  [
+    {"on_policy_fraction": 0.5},
+    {"sampling_temperature": 0.7},
+    {"top_k": 5},
+    {"min_p": 0.5},
+  ],
 )
 def test_a_policy_gradient_of_other_peoples_tokens_is_refused(changes):
   with pytest.raises(ValueError, match="student's distribution"):

@@ -7,6 +7,7 @@ import pytest
 from tests import toys_text
 from tests.generate.fake_engine import FakeEngine
 from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.external.rows import filter_values
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.generate.vllm_async_driver import VllmAsyncDriver
 from tunix.generate.vllm_sampler import VllmSampler
@@ -101,6 +102,15 @@ def test_no_option_is_passed_over(server, make, draw, name):
     assert name in asked or (name, "beam_size") == ("length_penalty", *needs)
   else:
     assert asked != outcome(server, sampler, base)
+
+
+def test_a_filter_that_an_engine_does_not_have_is_refused():
+  draws = {"max_generation_steps": 1, "temperature": 1.0}
+  both = SamplingOptions(**draws, top_p=0.5, min_p=0.1)
+  with pytest.raises(ValueError, match="Other does not honor min_p: leave that out"):
+    filter_values(both, "Other", top_p=1.0, top_k=0)
+  off = SamplingOptions(**draws, top_p=0.5, min_p=0.0)
+  assert filter_values(off, "Other", top_p=1.0, top_k=0) == {"top_p": 0.5, "top_k": 0}
 
 
 def test_futures_of_single_prompts(server):

@@ -205,14 +205,14 @@ def test_the_settings_of_the_command(tmp_path):
   keys.write_text("ann tml-1\n")
 
   def made(*words):
-    return serve.parser().parse_args(["my-model", *map(str, words)])
+    return serve.parser().read(["my-model", *map(str, words)])
 
   assert serve._tinker_settings(made()) is None
   args = made("--tinker", "--tinker_root", tmp_path, "--tinker_keys", keys)
   settings = serve._tinker_settings(args)
   assert (settings.root, settings.keys) == (tmp_path, {"ann": "tml-1"})
-  assert serve._config(args, 0).adapter_ranks == 64
-  assert serve._config(made(), 0).adapter_ranks == 0
+  assert serve._config(args).adapter_ranks == 64
+  assert serve._config(made()).adapter_ranks == 0
   with pytest.raises(ValueError, match="one engine on one device"):
     serve._tinker_settings(made("--tinker", "--tp", 2))
 

@@ -19,9 +19,10 @@ from tests import forks
 from tests.tinker.serving import base, rows
 from tests.tinker.state import journal_test
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
-from tunix.tinker.protocol import packed
 from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.state import state_file
 from tunix.tinker.state.runs import Run
+from tunix.utils import array_codec
 from tunix.utils.record_file import RecordFile
 
 tinker = pytest.importorskip("tinker")
@@ -140,7 +141,7 @@ def alone(tenant: int, steps: int, folder: pathlib.Path) -> bytes:
 def arrays_at(root: pathlib.Path, path: str) -> bytes:
   run, kind, name = path.removeprefix("tinker://").split("/")
   folder = root / "checkpoints" / run.replace(":", "%3A") / kind / name
-  _, arrays = packed.read(folder / "state")
+  _, arrays = state_file.read(folder / "state")
   return b"".join(
     np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)
   )
@@ -255,7 +256,7 @@ def test_a_stop_ends_in_time_whatever_runs_and_costs_no_start(tmp_path):
   assert (run.next()[1].kind, run.begin(0)) == ("create_model", 0)
   run.close()
   journal = RecordFile(tmp_path / "samples/requests", reads=True)
-  read = [packed.unpack(x) for x in journal.records()]
+  read = [array_codec.from_bytes(x) for x in journal.records()]
   journal.close()
   assert [meta.get("count") for meta, _ in read] == [None, 1, 0]
 

@@ -21,10 +21,10 @@ from tunix.tinker.errors import (
 )
 from tunix.tinker.learning import data
 from tunix.tinker.learning.learner import AdapterSpec
-from tunix.tinker.protocol import packed
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings, read_keys
 from tunix.tinker.work import sampling
+from tunix.utils import array_codec
 from tunix.utils.record_file import RecordFile
 
 SPEC = AdapterSpec(rank=2)
@@ -82,7 +82,7 @@ def test_a_kill_at_any_instant_loses_and_repeats_no_request(tmp_path):
   log = file.read_bytes()
   records = list(RecordFile(file, reads=True).records())
   ends = 16 + np.cumsum([12 + len(x) for x in records])
-  kinds = [packed.unpack(x)[0]["type"] for x in records]
+  kinds = [array_codec.from_bytes(x)[0]["type"] for x in records]
   assert {"op", "result", "start"} == set(kinds)
   # Each cut is in the middle of a record, or at its end; the first op stays.
   cuts = [len(log), *(int(x) - 7 for x in ends[2::6]), *map(int, ends[1::7])]

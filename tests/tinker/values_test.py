@@ -72,6 +72,17 @@ def test_stops(stop, ids, texts):
   assert (read["stop_ids"], read["stop_strings"]) == (ids, texts)
 
 
+def test_a_request_is_drawn_by_the_rules_of_its_record():
+  params = {"temperature": 0.5, "top_k": 3, "top_p": 0.4, "seed": 7, "stop": [4]}
+  args = sampling_values.check({"sampling_params": params}, PROMPT, ENGINE, 2**20)
+  rules = {"temperature": 0.5, "top_k": 3, "top_p": 0.4, "seed": 7, "eos_tokens": (4,)}
+  for more in ({}, {"min_p": 0.2}):  # a rule that records of before do not have
+    op = Op(kind="sample", args={**args, **more}, arrays={"prompt": PROMPT})
+    assert (
+      sampling._request("a:1", op, None).rules().items() >= {**rules, **more}.items()
+    )
+
+
 @pytest.mark.parametrize(
   "tokens", [[1.5], [2**31], [-(2**40)], [-(2**63)], [2**70], ["1"], [[1, 2]], None, 3]
 )

@@ -41,6 +41,10 @@ _REQUIRED = {
   "ImageTokens": {"start": 1, "soft": 2, "end": 3, "newlines": (4, 5)},
   "OverlongBuffer": {"tokens": 4},
   "RewardSettings": {"functions": ()},
+  "GenerateOptions": {"model": "m", "prompt": ("a",)},
+  "ChatOptions": {"model": "m"},
+  "EvalOptions": {"model": "m", "prompts": "a", "temperature": 1.0},
+  "ServeOptions": {"model": "m"},
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2

@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 
-from tunix.tinker.protocol import packed
 from tunix.tinker.state import journal
-from tunix.utils import io, record_file
+from tunix.utils import array_codec, io, record_file
 from tunix.utils.record_file import RecordError, RecordFile
 
-RECORDS = [packed.pack({"n": 1}, {}), packed.pack({}, {}), b"x"]
+RECORDS = [array_codec.to_bytes({"n": 1}, {}), array_codec.to_bytes({}, {}), b"x"]
 
 
 def new(path, records):

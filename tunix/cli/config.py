@@ -112,7 +112,7 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
   arguments = parse_arguments(argv)
   layers = [(name, yaml_text.read_file(name)) for name in arguments.files]
   for key, text in arguments.overrides:
-    value: Any = _typed(text)
+    value: Any = yaml_text.argument(text)
     for part in reversed(key.split(".")):
       value = {part: value}
     layers.append((f"--{key}", value))
@@ -382,11 +382,3 @@ def _advice(key: str) -> str:
   near += difflib.get_close_matches(key, known, n=1, cutoff=0.5)
   near += [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
   return f"did you mean {near[0]}?" if near else "see `tunix train --help`"
-
-
-def _typed(text: str) -> Argument:
-  """Returns a value of the command line; invalid YAML ("a: b: c") is a text."""
-  try:
-    return Argument(yaml_text.parse(text, "an argument"), text)
-  except ValueError:
-    return Argument(text, text)

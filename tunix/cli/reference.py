@@ -7,19 +7,25 @@ Names, types, defaults and texts come from the dataclasses of the jobs.
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys, rates, yaml_text
-from tunix.cli.settings.convert import Choice, json_type, plain, section_of, takes_null
-from tunix.cli.settings.keys import REQUIRED, Key
+from tunix.cli.settings.convert import (
+  BOOL,
+  Choice,
+  json_type,
+  placeholder,
+  plain,
+  section_of,
+  takes_null,
+)
+from tunix.cli.settings.keys import REQUIRED, Key, sentence
 from tunix.cli.settings.spelling import did_you_mean
 
 _WIDTH = 88
-_BOOL = "true|false"
 
 _HEAD = """\
 # Every key of a run, with its default. Your own file needs only the keys that differ:
@@ -208,7 +214,7 @@ def _object(section: type) -> dict[str, Any]:
       if takes_null(key.hint) or not isinstance(kind, Choice):
         value = {"anyOf": [value, {"type": "null"}]}
     if key.meaning:
-      value["description"] = _sentence(key.meaning)
+      value["description"] = sentence(key.meaning)
     if kind is None and key.default is not REQUIRED:
       value["default"] = plain(key.default)
     properties[name] = value
@@ -251,7 +257,7 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
   kind = section_of(entry.key.hint)
   if not text and isinstance(kind, type):
     text = (kind.__doc__ or "").split("\n")[0]
-  parts = [_sentence(text)] if text else []
+  parts = [sentence(text)] if text else []
   if entry.path in _FROM_JOBS:
     parts.append(_FROM_JOBS[entry.path](*entry.keys))
   if entry.section and len(entry.path) > 1:
@@ -265,7 +271,7 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
 
 
 def _jobs(*_: str) -> str:
-  return _sentence("; ".join(f"{name}: {job.summary}" for name, job in JOBS.items()))
+  return sentence("; ".join(f"{name}: {job.summary}" for name, job in JOBS.items()))
 
 
 def _record_forms(*_: str) -> str:
@@ -304,7 +310,7 @@ def _below(entry: Entry) -> str:
   kind = section_of(entry.key.hint)
   assert isinstance(kind, type)
   parts = [
-    f"{name}: {_sentence(key.meaning)}" if key.meaning else f"{name}."
+    f"{name}: {sentence(key.meaning)}" if key.meaning else f"{name}."
     for name, key in keys.of(kind).items()
   ]
   return "A mapping. " + " ".join(parts)
@@ -312,35 +318,13 @@ def _below(entry: Entry) -> str:
 
 def _choices(entry: Entry) -> str:
   names = _type(entry)
-  if entry.section or "|" not in names or names == _BOOL or entry.path == ("job",):
+  if entry.section or "|" not in names or names == BOOL or entry.path == ("job",):
     return ""
   return f"({names.replace('|', ', ')})"
 
 
 def _type(entry: Entry) -> str:
-  """Returns a placeholder of the type: N, TEXT, a|b."""
-  if entry.section:
-    return "MAPPING"
-  schema = json_type(entry.key.hint)
-  one = schema.get("anyOf", [schema])[0]
-  if "enum" in one:
-    return "|".join(one["enum"])
-  names = {"integer": "N", "number": "NUMBER", "boolean": _BOOL}
-  more = {"array": "[LIST]", "object": "{MAPPING}", "string": "TEXT"}
-  return (names | more)[one["type"]]
-
-
-def _sentence(text: str) -> str:
-  """Returns a sentence with YAML's names of values, a capital and a full stop.
-
-  The first word keeps its lower case if it is a value, as in "null: ...".
-  """
-  for ours, theirs in (("None", "null"), ("True", "true"), ("False", "false")):
-    text = re.sub(rf"\b{ours}\b", theirs, text)
-  text = text.replace("`", "")
-  if not re.match(r"[a-z]\w*[:_(]", text):
-    text = f"{text[:1].upper()}{text[1:]}"
-  return text if text.endswith(".") else f"{text}."
+  return "MAPPING" if entry.section else placeholder(entry.key.hint)
 
 
 def wrap(text: str, indent: str) -> list[str]:

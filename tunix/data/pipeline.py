@@ -84,6 +84,7 @@ def build_batches(
   packing: bool = False,
   length_buckets: Sequence[int] = (),
   widths: Sequence[int] = (),
+  shared_rows: int | None = None,
   batches_per_step: int = 1,
   shuffle: bool = True,
   seed: int = 0,
@@ -112,6 +113,9 @@ def build_batches(
       step get the smallest of these, or `max_length`, that holds their longest record.
       Order and records stay. With (), every row has `max_length` tokens. Only for the
       layout `OneRow`, without packing and length_buckets.
+    shared_rows: rows of a batch over all processes, which its records share; a record
+      attends only to itself. With widths, which may then be longer than `max_length`.
+      None: each record has a row.
     batches_per_step: consecutive batches that share a width: the micro-batches of an
       optimizer step.
     shuffle: if True, every epoch has a new order, determined by `seed`.
@@ -149,7 +153,11 @@ def build_batches(
       return buckets.batch(stream, length_buckets, batch_size, **lengths, **part)
     if widths:
       sizes = batch_size, batches_per_step
-      return buckets.batch_steps(stream, widths, *sizes, **lengths, **part)
+      if shared_rows is not None:
+        part = _part(shared_rows, process_index, process_count)
+      return buckets.batch_steps(
+        stream, widths, *sizes, **lengths, **part, shared_rows=shared_rows
+      )
     if packing:
       stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
     else:

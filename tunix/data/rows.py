@@ -354,12 +354,19 @@ def _too_long(length: int, prompt_length: int, max_length: int) -> str:
 
 def pad_row(element: Row, *, max_length: int, pad_id: int) -> Row:
   """Returns one example, padded to a row."""
-  length = len(element["input_tokens"])
-  row = empty_row(max_length, pad_id)
-  row["input_tokens"][:length] = element["input_tokens"]
-  row["input_mask"][:length] = element["input_mask"]
-  row["positions"][:length] = np.arange(length)
-  row["segment_ids"][:length] = 1
+  return join_row([element], max_length=max_length, pad_id=pad_id)
+
+
+def join_row(elements: Sequence[Row], *, max_length: int, pad_id: int) -> Row:
+  """Returns examples one after the other, padded to a row."""
+  row, start = empty_row(max_length, pad_id), 0
+  for number, element in enumerate(elements, 1):
+    stop = start + len(element["input_tokens"])
+    row["input_tokens"][start:stop] = element["input_tokens"]
+    row["input_mask"][start:stop] = element["input_mask"]
+    row["positions"][start:stop] = np.arange(stop - start)
+    row["segment_ids"][start:stop] = number
+    start = stop
   return row
 
 

@@ -25,7 +25,8 @@ from tunix.data.records import (
 from tunix.data.source import Source
 from tunix.utils import checks
 
-UNIT = 64  # tokens of a step of `Report.lengths`
+UNIT = 64  # tokens of which widths are multiples
+STEP = 8  # tokens of a step of `Report.lengths`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class Report:
     forms: names of other libraries whose forms the records have.
     blank: number of fine-tuning records with an empty answer, which are kept.
     stripped: number of kept records from which reasoning was removed.
-    lengths: by limited part, how many kept records have at most 64 tokens after
-      cutting, how many 65 to 128, and so on in steps of `UNIT`.
+    lengths: by limited part, how many kept records have at most 8 tokens after
+      cutting, how many 9 to 16, and so on in steps of `STEP`.
   """
 
   kind: str
@@ -225,9 +226,9 @@ def _counts(
 
 def _histogram(lengths: Mapping[int, int]) -> list[int]:
   """Returns the counts of `Report.lengths` from {tokens: records}."""
-  counts = [0] * max(1, -(-max(lengths) // UNIT))
+  counts = [0] * max(1, -(-max(lengths) // STEP))
   for length, records in lengths.items():
-    counts[max(0, length - 1) // UNIT] += records
+    counts[max(0, length - 1) // STEP] += records
   return counts
 
 

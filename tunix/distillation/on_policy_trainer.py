@@ -10,7 +10,7 @@ gradient.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from tunix.data.chat import Rendered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
+from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine_sampler import sampler_of
 from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
@@ -31,8 +32,8 @@ _EVALUATION = 2**32 - 1  # the step number that seeds the samples of evaluations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig(TrainingConfig):
-  """Settings of an on-policy distillation.
+class OnPolicyConfig(SamplingParams, TrainingConfig):
+  """Settings of an on-policy distillation, and the rules of the student's samples.
 
   Attributes:
     max_prompt_length: largest number of tokens of a prompt. A longer prompt keeps its
@@ -41,8 +42,7 @@ class OnPolicyConfig(TrainingConfig):
       are kept of a completion in the batch.
     on_policy_fraction: probability that the student samples the completions of a step
       (GKD's lambda). The other steps use the completions of the batch.
-    sampling_temperature: sampling temperature, above 0.
-    top_p, top_k: see `Sampler`; None is off.
+    sampling_temperature: the rule `temperature` of `SamplingParams`, above 0.
     seed: seed of all samples. They depend only on the seed and the step, so that a
       resumed run samples the same completions.
   """
@@ -51,12 +51,13 @@ class OnPolicyConfig(TrainingConfig):
   max_completion_length: int
   on_policy_fraction: float = 1.0
   sampling_temperature: float = 1.0
-  top_p: float | None = None
-  top_k: int | None = None
+  temperature: float = dataclasses.field(init=False, default=1.0)
   seed: int = 0
 
+  _keywords: ClassVar = {"temperature": "sampling_temperature"}
+
   def __post_init__(self):
-    super().__post_init__()
+    TrainingConfig.__post_init__(self)
     checks.fields(
       self,
       max_prompt_length=checks.COUNT,
@@ -64,10 +65,8 @@ class OnPolicyConfig(TrainingConfig):
       on_policy_fraction=checks.SHARE,
       # At temperature 0 the completions would not be samples of the student.
       sampling_temperature=checks.POSITIVE,
-      top_k=checks.COUNT,
-      top_p=checks.Range(0, 1, beyond=True),
-      seed=checks.SEED,
     )
+    SamplingParams.__post_init__(self)
 
 
 class Prompts(NamedTuple):
@@ -210,6 +209,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   def _sampled(self, batch: Prompts, step: int, first: int) -> Prompts:
     """Adds the student's completions to a batch; `first` numbers its first prompt."""
     config = self.on_policy
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
     self._module.hand_back()  # the sampler reads the weights of the caller's module
     pairs = zip(batch.prompt_ids, batch.prompt_mask)
     with mesh_lib.off_planned():  # where no random key can be made
@@ -217,10 +217,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         [ids[mask > 0] for ids, mask in pairs],
         config.max_completion_length,
         max_prompt_length=config.max_prompt_length,
-        temperature=config.sampling_temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        seed=jax.random.fold_in(jax.random.key(config.seed), step),
+        **{**config.rules(), "seed": key},
         include_eos=True,
         first_prompt=first,
       )
@@ -250,13 +247,12 @@ def _joined(batch: Prompts) -> dict[str, np.ndarray]:
 def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
   if not isinstance(strategy, PolicyGradientStrategy):
     return
-  drawn = (config.on_policy_fraction, config.sampling_temperature)
-  filtered = config.top_p is not None or config.top_k is not None
-  if drawn != (1, strategy.temperature) or filtered:
+  drawn = (config.on_policy_fraction, config.temperature)
+  if drawn != (1, strategy.temperature) or config.filters:
+    filters = "".join(f", {name}={value}" for name, value in config.filters.items())
     raise ValueError(
       f"PolicyGradientStrategy(temperature={strategy.temperature}) with "
-      f"on_policy_fraction={drawn[0]}, sampling_temperature={drawn[1]}, top_p="
-      f"{config.top_p}, top_k={config.top_k}: its gradient is correct only for tokens "
-      "sampled from the student's distribution at that temperature; set the fraction "
-      "to 1, the temperatures equal, and no filter"
+      f"on_policy_fraction={drawn[0]}, sampling_temperature={drawn[1]}{filters}: its "
+      "gradient is correct only for tokens sampled from the student's distribution at "
+      "that temperature; set the fraction to 1, the temperatures equal, and no filter"
     )

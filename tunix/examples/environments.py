@@ -20,9 +20,9 @@ from tunix.rl.env.env import Action, Message, StepResult
 from tunix.rl.env.table import Table
 from tunix.rl.env.tool_env import ToolEnv
 from tunix.rl.env.tools.calculator import calculate
-from tunix.rl.env.tools.jail import Jail
 from tunix.rl.env.tools.python_tool import PythonTool
 from tunix.rl.env.tools.search_tool import SearchTool
+from tunix.sandbox.jail import Jail
 from tunix.utils import text_files
 
 _CODE = re.compile(r"```(?:python)?\n(.*?)```", re.S)

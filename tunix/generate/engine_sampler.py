@@ -286,18 +286,14 @@ class EngineSampler(BaseSampler):
       seed = batching.random_key(seed)
     limits, samples = options.limits(len(prompts)), options.num_samples
     return [
-      EngineRequest(
+      EngineRequest.of(
+        options,
         prompt=prompt,
         max_tokens=int(limit),
         num_samples=samples,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
         seed=seed,
         first_row=(options.first_prompt + number) * samples,
         stop_ids=self._eos_ids(options),
-        stop_strings=options.stops,
         logit_bias=dict.fromkeys(map(int, options.forbidden_tokens or ()), -np.inf),
         logprobs=options.return_logprobs,
       )

@@ -129,12 +129,9 @@ class SglangJaxSampler(BaseSampler):
     self, prompts: Sequence[np.ndarray], options: SamplingOptions
   ) -> list[dict[str, Any]]:
     """Returns the JSON body of each completion's request."""
-    filters = options.filters
     common = {
       "temperature": options.temperature,
-      "top_p": filters.get("top_p", 1.0),
-      "top_k": filters.get("top_k", -1),
-      "min_p": filters.get("min_p", 0.0),
+      **engine_rows.filter_values(options, self.name, top_p=1.0, top_k=-1, min_p=0.0),
       "stop": list(options.stops),
       # `ignore_eos` would switch these ids off too, so it is set only if no id may end
       # a row. Without `eos_tokens`, the model's own ids also end a row. The only

@@ -163,7 +163,7 @@ class VllmSampler(BaseSampler):
     self, prompts: Sequence[np.ndarray], options: SamplingOptions
   ) -> list[dict[str, Any]]:
     """Returns the JSON body of each prompt's request."""
-    is_greedy, filters = options.temperature == 0, options.filters
+    is_greedy = options.temperature == 0
     common = {
       "model": self.model,
       # Greedy samples of a prompt are equal, and vLLM refuses more than one.
@@ -171,9 +171,7 @@ class VllmSampler(BaseSampler):
       "temperature": options.temperature,
       # Every value is written out: the server's defaults come from the model's
       # generation_config.json, which may hold filters and penalties.
-      "top_p": filters.get("top_p", 1.0),
-      "top_k": filters.get("top_k", 0),
-      "min_p": filters.get("min_p", 0.0),
+      **engine_rows.filter_values(options, self.name, top_p=1.0, top_k=0, min_p=0.0),
       "repetition_penalty": 1.0,
       "presence_penalty": 0.0,
       "frequency_penalty": 0.0,

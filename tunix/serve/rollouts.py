@@ -24,7 +24,7 @@ from tunix.serve.http.errors import ApiError, bad, shutting_down
 from tunix.serve.http.fields import Fields, missing
 from tunix.serve.http.guard import check
 from tunix.serve.metrics import Metrics
-from tunix.serve.settings import ServeSettings
+from tunix.serve.settings import HttpSettings
 
 _LOG = logging.getLogger(__name__)
 _HOLD_S = 10.0  # for which a request waits for the end of a call
@@ -44,7 +44,7 @@ class Calls:
     metrics: metrics of the server.
   """
 
-  def __init__(self, host: RolloutHost, settings: ServeSettings):
+  def __init__(self, host: RolloutHost, settings: HttpSettings):
     self._host, self.settings = host, settings
     self.metrics = Metrics(self._gauges)
     self._open: dict[int, concurrent.futures.Future[Any]] = {}
@@ -199,7 +199,7 @@ class _PartEndpoint(Endpoint):
     return None if data is None else PartCall(query=request.query_params, data=data)
 
 
-def make_app(host: RolloutHost, settings: ServeSettings) -> Any:
+def make_app(host: RolloutHost, settings: HttpSettings) -> Any:
   """Returns the application of a host; `app.state.context` is its `Calls`.
 
   Raises:
@@ -222,7 +222,7 @@ def make_app(host: RolloutHost, settings: ServeSettings) -> Any:
 
 def serve(
   host: RolloutHost,
-  settings: ServeSettings,
+  settings: HttpSettings,
   on_start: Callable[[str], None] | None = None,
 ) -> None:
   """Serves until SIGTERM or SIGINT.

@@ -24,7 +24,7 @@ from tunix.serve.http.hosts import Host, HostError, Hosts, digests_of
 from tunix.serve.metrics import Metrics
 from tunix.serve.openai.running import Clock, DrainDeadline
 from tunix.serve.server import make_server, run_until_signal
-from tunix.serve.settings import RouteSettings, ServeSettings
+from tunix.serve.settings import HttpSettings, RouteSettings
 
 _PASSED = (
   *("content-type", "retry-after", "x-ignored-fields", "cache-control"),
@@ -45,7 +45,7 @@ class RouteContext:
     metrics: metrics of the router.
   """
 
-  def __init__(self, settings: ServeSettings, route: RouteSettings):
+  def __init__(self, settings: HttpSettings, route: RouteSettings):
     self.settings, self.hosts = settings, Hosts(route)
     self.gate = Gate(
       settings.max_concurrent,
@@ -78,7 +78,7 @@ class RouteContext:
       self.gate.drain()
 
 
-def make_router(settings: ServeSettings, route: RouteSettings) -> Any:
+def make_router(settings: HttpSettings, route: RouteSettings) -> Any:
   """Returns the ASGI application of a router; it needs the lifespan protocol.
 
   Args:
@@ -109,7 +109,7 @@ def make_router(settings: ServeSettings, route: RouteSettings) -> Any:
 
 
 def route(
-  settings: ServeSettings,
+  settings: HttpSettings,
   route: RouteSettings,
   on_start: Callable[[str], None] | None = None,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tunix.serve.app import More, make_app
 from tunix.serve.http import connections
 from tunix.serve.openai.context import Grammars, LoadModel
-from tunix.serve.settings import ServeSettings
+from tunix.serve.settings import HttpSettings, ServeSettings
 from tunix.utils import optional
 
 _LOG = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _KEEP_ALIVE = 30  # seconds until an idle connection is closed
 
 
 def make_server(
-  app: Any, settings: ServeSettings, on_start: Callable[[str], None] | None = None
+  app: Any, settings: HttpSettings, on_start: Callable[[str], None] | None = None
 ) -> Any:
   """Returns a server whose `run()` serves until `should_exit` is True, or a signal.
 
@@ -143,7 +143,7 @@ def run_until_signal(server: Any) -> None:
     server.run()
 
 
-def check_address(settings: ServeSettings) -> None:
+def check_address(settings: HttpSettings) -> None:
   """Checks that the server can listen, before a program loads its model.
 
   Raises:
@@ -171,7 +171,7 @@ def _quiet_signals() -> Iterator[None]:
       signal.signal(number, handler)
 
 
-def _listen(settings: ServeSettings) -> socket.socket:
+def _listen(settings: HttpSettings) -> socket.socket:
   # uvicorn exits the process if it cannot bind.
   host = settings.host.strip("[]")
   family = socket.AF_INET6 if ":" in host else socket.AF_INET

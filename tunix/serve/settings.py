@@ -7,46 +7,41 @@ import ipaddress
 import pathlib
 import typing
 import urllib.parse
-from typing import Literal
 
-from tunix.utils import checks
+from tunix.generate.answers.formats import FORMATS
+from tunix.utils import checks, text_files
+from tunix.utils.setting import Secret, setting
 
-ToolFormat = Literal[
-  "auto",
-  "deepseek_v3",
-  "gemma4",
-  "glm4",
-  "granite",
-  "harmony",
-  "hermes",
-  "llama3",
-  "mistral",
-  "olmo3",
-  "phi4_mini",
-  "qwen3_coder",
-  "smollm3_code",
-  "none",
-]
-TOOL_FORMATS: tuple[ToolFormat, ...] = typing.get_args(ToolFormat)
+TOOL_FORMATS = ("auto", *sorted({*FORMATS} - {"none"}), "none")
+# The command reads the choices off the type; a type checker has no names of a table.
+if typing.TYPE_CHECKING:
+  ToolFormat = str
+else:
+  ToolFormat = typing.Literal[TOOL_FORMATS]
+
+# Variable of the environment with the API key.
+KEY = "TUNIX_API_KEY"
+
+
+def read_key(file: str) -> str:
+  """Returns the API key in a file.
+
+  Raises:
+    OSError: the file cannot be read.
+  """
+  return text_files.read(file).strip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-  """Address, access and limits of the server.
+class HttpSettings:
+  """Address, access and limits of an HTTP server.
 
   Attributes:
     host: address to listen on. Any address but a loopback one needs an API key.
-    port: TCP port; 0: the system chooses a free one.
+    port: TCP port; 0: the system chooses a free one, which is printed.
     api_key: text that clients send as `Authorization: Bearer KEY`; None: no key.
-    model_name: name of the model in requests and answers.
-    checkpoint_root: folder below which `/update_weights` and `/v1/load_lora_adapter`
-      may read; None: both routes are refused.
-    tool_format: how the model writes tool calls. "auto": read off the chat template.
-    split_reasoning: return the text between <think> and </think> in a field of its own.
     max_body_bytes: largest body of a request.
-    max_prompt_tokens: longest prompt; None: the limit of the engine.
-    max_choices: largest number of completions of one request: prompts times `n`.
-    max_concurrent: requests that the engine works on at the same time.
+    max_concurrent: requests that run at the same time.
     max_queue: further requests that wait; beyond them the answer is 429.
     queue_timeout: longest wait in that queue, in seconds; then the answer is 429.
     retry_after: seconds in the header Retry-After of an answer 429 or 503.
@@ -58,9 +53,7 @@ class ServeSettings:
       seconds.
     client_timeout: longest time in which a client sends a body, or takes a part of an
       answer, in seconds.
-    request_timeout: longest time of one request in the engine, in seconds.
-    admin_timeout: longest time of a pause, a change of adapters or of weights, in
-      seconds.
+    request_timeout: longest time of one request, in seconds.
     drain_timeout: time that running requests get to finish after SIGTERM, in seconds.
       `tunix serve` ends at most 10 s later.
 
@@ -72,24 +65,19 @@ class ServeSettings:
 
   host: str = "127.0.0.1"
   port: int = 8000
-  api_key: str | None = dataclasses.field(default=None, repr=False)
-  model_name: str = "default"
-  checkpoint_root: pathlib.Path | None = None
-  tool_format: ToolFormat = "auto"
-  split_reasoning: bool = True
+  api_key: str | None = setting(
+    None, option="api_key_file", secret=Secret(read_key, KEY)
+  )
   max_body_bytes: int = 16 * 2**20
-  max_prompt_tokens: int | None = None
-  max_choices: int = 128
   max_concurrent: int = 64
   max_queue: int = 256
   queue_timeout: float = 60.0
   retry_after: int = 1
   max_address_requests: int | None = None
-  proxies: tuple[str, ...] = ()
+  proxies: tuple[str, ...] = setting((), option="proxy", repeats=True)
   header_timeout: float = 10.0
   client_timeout: float = 30.0
   request_timeout: float = 3600.0
-  admin_timeout: float = 600.0
   drain_timeout: float = 30.0
 
   def __post_init__(self):
@@ -97,8 +85,6 @@ class ServeSettings:
       self,
       port=checks.Range(0, 65535),
       max_body_bytes=checks.BYTES,
-      max_prompt_tokens=checks.COUNT,
-      max_choices=checks.COUNT,
       max_concurrent=checks.COUNT,
       max_queue=checks.NOT_NEGATIVE,
       queue_timeout=checks.POSITIVE,
@@ -107,31 +93,16 @@ class ServeSettings:
       header_timeout=checks.POSITIVE,
       client_timeout=checks.POSITIVE,
       request_timeout=checks.POSITIVE,
-      admin_timeout=checks.POSITIVE,
       drain_timeout=checks.NOT_NEGATIVE,
     )
-    if self.tool_format not in TOOL_FORMATS:
-      raise ValueError(
-        f"tool_format is {self.tool_format!r}, expected one of {TOOL_FORMATS}"
-      )
-    if not self.model_name:
-      raise ValueError("model_name is empty: give the name that clients send")
-    self._check_key()
-    for name in self.proxies:
-      _check_network(name)
-
-  def _check_key(self) -> None:
-    key = self.api_key
-    if key is not None and (not key.strip() or not key.isascii()):
-      raise ValueError(
-        "api_key is empty or has characters beyond ASCII, which no header can carry: "
-        "give another key, or None for none"
-      )
-    if key is None and not self.is_local:
+    _check_key("api_key", self.api_key)
+    if self.api_key is None and not self.is_local:
       raise ValueError(
         f"host is {self.host!r}, which other machines can reach, and api_key is None: "
         "set an API key, or listen on 127.0.0.1"
       )
+    for name in self.proxies:
+      _check_network(name)
 
   @property
   def is_local(self) -> bool:
@@ -142,6 +113,50 @@ class ServeSettings:
       return ipaddress.ip_address(self.host.strip("[]")).is_loopback
     except ValueError:  # a host name, which may stand for any address
       return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings(HttpSettings):
+  """Address, access and limits of the server of a model.
+
+  Attributes:
+    model_name: name of the model in requests and answers.
+    checkpoint_root: folder below which `/update_weights` and `/v1/load_lora_adapter`
+      may read; None: both routes are refused.
+    tool_format: how the model writes tool calls. "auto": read off the chat template.
+    split_reasoning: return the text between <think> and </think> in a field of its own.
+    max_prompt_tokens: longest prompt; None: the limit of the engine.
+    max_choices: largest number of completions of one request: prompts times `n`.
+    max_concurrent: requests that the engine works on at the same time.
+    admin_timeout: longest time of a pause, a change of adapters or of weights, in
+      seconds.
+
+  Raises:
+    TypeError, ValueError: see `HttpSettings`.
+  """
+
+  model_name: str = setting("default", option="name")
+  checkpoint_root: pathlib.Path | None = None
+  tool_format: ToolFormat = "auto"
+  split_reasoning: bool = True
+  max_prompt_tokens: int | None = None
+  max_choices: int = 128
+  admin_timeout: float = 600.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    checks.fields(
+      self,
+      max_prompt_tokens=checks.COUNT,
+      max_choices=checks.COUNT,
+      admin_timeout=checks.POSITIVE,
+    )
+    if self.tool_format not in TOOL_FORMATS:
+      raise ValueError(
+        f"tool_format is {self.tool_format!r}, expected one of {TOOL_FORMATS}"
+      )
+    if not self.model_name:
+      raise ValueError("model_name is empty: give the name that clients send")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,8 +179,8 @@ class RouteSettings:
       the key is empty.
   """
 
-  urls: tuple[str, ...]
-  host_key: str | None = dataclasses.field(default=None, repr=False)
+  urls: tuple[str, ...] = setting(option="url", positional=True)
+  host_key: str | None = setting(None, option="host_key_file", secret=Secret(read_key))
   check_interval: float = 2.0
   check_timeout: float = 2.0
   max_failed_checks: int = 3
@@ -185,12 +200,15 @@ class RouteSettings:
       _check_url(url)
     if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
       raise ValueError(f"urls is {self.urls}: give each address once")
-    key = self.host_key
-    if key is not None and (not key.strip() or not key.isascii()):
-      raise ValueError(
-        "host_key is empty or has characters beyond ASCII, which no header can carry: "
-        "give another key, or None for none"
-      )
+    _check_key("host_key", self.host_key)
+
+
+def _check_key(name: str, key: str | None) -> None:
+  if key is not None and (not key.strip() or not key.isascii()):
+    raise ValueError(
+      f"{name} is empty or has characters beyond ASCII, which no header can carry: "
+      "give another key, or None for none"
+    )
 
 
 def _check_network(name: str) -> None:

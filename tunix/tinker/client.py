@@ -348,10 +348,13 @@ class SamplingClient:
     include_prompt_logprobs: bool = False,
   ) -> Future[SampleResponse]:
     """Completes a prompt of token ids."""
-    fields = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
+    fields = dataclasses.fields(SamplingParams)
     args = {
       "num_samples": num_samples,
-      "sampling_params": {name: getattr(sampling_params, name) for name in fields},
+      "sampling_params": {
+        field.name: getattr(sampling_params, field.name, field.default)
+        for field in fields
+      },
       "prompt_logprobs": include_prompt_logprobs,
     }
     number = next(self._numbers)

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping
 
 from tunix.utils import checks, text_files
+from tunix.utils.setting import Secret, setting
 
 _PREFIX = "tml-"  # the client refuses API keys without it
+
+
+def read_keys(file: str | os.PathLike[str]) -> dict[str, str]:
+  """Reads tenants from a file with a line `NAME KEY` for each.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line has another form, or a name is there twice.
+  """
+  keys: dict[str, str] = {}
+  for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
+    parts = line.split()
+    if not parts or line.startswith("#"):
+      continue
+    if len(parts) != 2 or parts[0] in keys:
+      raise ValueError(
+        f"{file}, line {number}: expected NAME KEY, with each name once. Correct the "
+        "line"
+      )
+    keys[parts[0]] = parts[1]
+  return keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +41,9 @@ class TinkerSettings:
   Attributes:
     root: folder of the service's files. None keeps everything in memory, and nothing
       survives the process.
-    keys: API key of each tenant, by the tenant's name. Empty: every client that passes
-      the server's own access check is the tenant "local".
+    keys: API key of each tenant, by the tenant's name; in a file, a line `NAME KEY` for
+      each. Empty: every client that passes the server's own access check is the tenant
+      "local".
     lora_alpha: alpha of all adapters, whose outputs are scaled by alpha / rank. The
       protocol has no field for it.
     max_rank: largest rank of an adapter.
@@ -57,8 +81,8 @@ class TinkerSettings:
     ValueError: a number is out of range, or two tenants have one key.
   """
 
-  root: pathlib.Path | None = None
-  keys: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+  root: pathlib.Path | None = setting(None, in_command=pathlib.Path("tinker"))
+  keys: Mapping[str, str] = setting(default_factory=dict, secret=Secret(read_keys))
   lora_alpha: float = 32.0
   max_rank: int = 128
   max_models: int = 16
@@ -110,24 +134,3 @@ class TinkerSettings:
         )
     if len(set(self.keys.values())) < len(self.keys):
       raise ValueError("keys has one key twice; expected one key for each tenant")
-
-
-def read_keys(file: pathlib.Path) -> dict[str, str]:
-  """Reads tenants from a file with a line `NAME KEY` for each.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: a line has another form, or a name is there twice.
-  """
-  keys: dict[str, str] = {}
-  for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
-    parts = line.split()
-    if not parts or line.startswith("#"):
-      continue
-    if len(parts) != 2 or parts[0] in keys:
-      raise ValueError(
-        f"{file}, line {number}: expected NAME KEY, with each name once. Correct the "
-        "line"
-      )
-    keys[parts[0]] = parts[1]
-  return keys

@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 _KEY = "tunix"
+
+
+class Secret(NamedTuple):
+  """A value that no option holds, because other users of a machine can list arguments.
+
+  Attributes:
+    read: function that reads the value from the file that the option names.
+    variable: variable of the environment with the value, if no file is named.
+  """
+
+  read: Callable[[str], Any]
+  variable: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +45,11 @@ class Facts:
     in_command: default of the key, if it is not that of the field in Python.
     takes_object: a Python program may give an object in place of the path: a model, a
       tokenizer, records or a function.
+    option: name of the option in commands other than `train`, if it is not the name of
+      the field.
+    positional: the value may be given without the name of the option.
+    repeats: each item of a list has an option of its own: --proxy A --proxy B.
+    secret: how the command gets a value that nobody may see; None: it is no secret.
   """
 
   path: Literal["read", "written", "data", "function", "functions"] | None = None
@@ -42,6 +59,10 @@ class Facts:
   python_only: bool = False
   in_command: Any = None
   takes_object: bool = False
+  option: str | None = None
+  positional: bool = False
+  repeats: bool = False
+  secret: Secret | None = None
 
 
 _NONE = Facts()
@@ -53,7 +74,7 @@ def setting(
   default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
   **facts: Any,
 ) -> Any:
-  """Returns a dataclass field that carries `Facts`.
+  """Returns a dataclass field that carries `Facts`; `repr` leaves secrets out.
 
   Args:
     default: default value; without it and `default_factory` the field is required.
@@ -64,9 +85,10 @@ def setting(
     `max_steps: int | None = setting(None, may_change=True)`
   """
   metadata = {_KEY: Facts(**facts)}
+  shared: Any = {"metadata": metadata, "repr": "secret" not in facts}
   if default_factory is not dataclasses.MISSING:
-    return dataclasses.field(default_factory=default_factory, metadata=metadata)
-  return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default_factory=default_factory, **shared)
+  return dataclasses.field(default=default, **shared)
 
 
 def model_setting(fingerprint: str) -> Any:

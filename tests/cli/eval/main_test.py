@@ -266,7 +266,7 @@ def test_results_do_not_depend_on_the_batches(model, train_file, tmp_path):
     (["--pairs", "{f}/pairs.jsonl", "--max_length", "1"], "--max_length is 1"),
     (
       ["--pairs", "{f}/pairs.jsonl", "--template_args", "[]"],
-      "--template_args: [] is list",
+      "--template_args is the list []",
     ),
     (
       ["--prompts", "{f}/prompts.jsonl", "--max_length", "9"],

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from tests.generate.answers.tool_calls_test import read
-from tunix.generate.answers import tool_calls
+from tests.generate.answers.formats_test import read
+from tunix.generate.answers.formats import FORMATS, format_of
 from tunix.generate.answers.harmony import HarmonyReader
 
 THOUGHT = "<|channel|>analysis<|message|>I add.<|end|>"
@@ -59,5 +59,5 @@ def test_other_answers(text, content):
 
 def test_the_format_is_read_off_the_template():
   template = "{{- '<|start|>assistant<|channel|>final<|message|>' }}"
-  assert tool_calls.format_of(template) == "harmony"
-  assert isinstance(tool_calls.tool_reader("harmony", ()), HarmonyReader)
+  assert format_of(template) == "harmony"
+  assert isinstance(FORMATS["harmony"].reader(()), HarmonyReader)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.generate.answers.formats_test import read
 from tests.generate.answers.tagged_calls_test import deepseek, mark
-from tests.generate.answers.tool_calls_test import read
-from tunix.generate.answers import tool_calls
+from tunix.generate.answers.formats import FORMATS
 from tunix.generate.answers.json_calls import json_calls, object_of
 from tunix.generate.answers.marked_calls import MarkedReader, Marks
 
@@ -29,7 +29,7 @@ each_call = pytest.mark.parametrize(("form", "call", "end"), CALLS)
 
 
 def answer(form, text, cut):
-  reader = tool_calls.tool_reader(form, ["add"])
+  reader = FORMATS[form].reader(["add"])
   piece = read(reader, text[:cut], text[cut:])
   return piece.content, [json.loads(call.arguments) for call in piece.calls]
 
@@ -77,7 +77,7 @@ def test_what_is_no_json_stays_text(form, call, end, value):
 @each_call
 def test_halves_of_surrogate_pairs_are_replaced(form, call, end):
   text = call % r'{"\ud83d": "\ude00 \ud83d\ude00"}' + end
-  (made,) = read(tool_calls.tool_reader(form, ["add"]), text).calls
+  (made,) = read(FORMATS[form].reader(["add"]), text).calls
   assert json.loads(made.arguments.encode()) == {"\ufffd": "\ufffd \U0001f600"}
 
 

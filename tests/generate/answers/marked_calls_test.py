@@ -2,13 +2,12 @@ import json
 
 import pytest
 
-from tunix.generate.answers import tool_calls
+from tunix.generate.answers.formats import FORMATS, format_of
+from tunix.generate.answers.reasoning import ReasoningReader
 
 
 def read(tool_format, text):
-  reader = tool_calls.ReasoningReader(
-    tool_calls.tool_reader(tool_format, ["add"]), is_open=False
-  )
+  reader = ReasoningReader(FORMATS[tool_format].reader(["add"]), is_open=False)
   piece = reader.push(text) + reader.end()
   made = [(call.name, json.loads(call.arguments)) for call in piece.calls]
   return piece.reasoning, piece.content, made
@@ -35,7 +34,7 @@ def test_phi4_mini(opening):
   text = f"I use functools[0].\n{opening}{calls}"
   wanted = "I use functools[0].", [("add", {"a": [1]}), ("sub", {})]
   assert read("phi4_mini", text) == ("", *wanted)
-  reader = tool_calls.tool_reader("phi4_mini", ["add"])
+  reader = FORMATS["phi4_mini"].reader(["add"])
   pieces = [reader.push(letter) for letter in text] + [reader.end()]
   assert "".join(piece.content for piece in pieces) == wanted[0]
   assert [call.name for piece in pieces for call in piece.calls] == ["add", "sub"]
@@ -80,8 +79,8 @@ def test_gemma4(end):
 
 
 def test_gemma4_letter_by_letter():
-  inner = tool_calls.tool_reader("gemma4", ["add"])
-  reader = tool_calls.ReasoningReader(inner, is_open=False)
+  inner = FORMATS["gemma4"].reader(["add"])
+  reader = ReasoningReader(inner, is_open=False)
   pieces = [reader.push(letter) for letter in GEMMA] + [reader.end()]
   assert "".join(piece.reasoning for piece in pieces) == "so we ask"
   assert "".join(piece.content for piece in pieces) == "I add."
@@ -118,7 +117,7 @@ def test_what_is_no_call_stays_text(tool_format, text):
 
 
 def test_formats_of_the_families():
-  assert tool_calls.format_of("{{ '<|tool_call|>[' }}") == "granite"
-  assert tool_calls.format_of("{{ '<function_calls>' }}") == "olmo3"
-  assert tool_calls.format_of("{{ '<|tool|>' + tools + '<|/tool|>' }}") == "phi4_mini"
-  assert tool_calls.format_of("{{ '<|tool_call>call:' }}") == "gemma4"
+  assert format_of("{{ '<|tool_call|>[' }}") == "granite"
+  assert format_of("{{ '<function_calls>' }}") == "olmo3"
+  assert format_of("{{ '<|tool|>' + tools + '<|/tool|>' }}") == "phi4_mini"
+  assert format_of("{{ '<|tool_call>call:' }}") == "gemma4"

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from tunix.generate.answers import tool_calls
+from tunix.generate.answers.formats import FORMATS, format_of
 
 SCHEMA = {
   "properties": {
@@ -17,7 +17,7 @@ SCHEMA = {
 
 
 def read(tool_format, text):
-  reader = tool_calls.tool_reader(tool_format, {"add": SCHEMA})
+  reader = FORMATS[tool_format].reader({"add": SCHEMA})
   piece = reader.push(text) + reader.end()
   return piece.content, [(c.name, json.loads(c.arguments)) for c in piece.calls]
 
@@ -92,7 +92,7 @@ def test_types_that_other_keys_of_a_schema_name(form, schema, text, value):
     "definitions": {"a/b": {"type": "string"}},
   }
   write = {"qwen3_coder": qwen, "glm4": glm}[form]
-  reader = tool_calls.tool_reader(form, {"add": tool})
+  reader = FORMATS[form].reader({"add": tool})
   (call,) = (reader.push(write(a=text)) + reader.end()).calls
   assert json.loads(call.arguments) == {"a": value}
 
@@ -164,7 +164,7 @@ def test_deepseek_v3():
   text = "I add." + deepseek(fenced, f'sub{sep}{{"a": {{"b": 1}}}}')
   calls = [("add", {"count": 7}), ("sub", {"a": {"b": 1}})]
   assert read("deepseek_v3", text) == ("I add.", calls)
-  assert tool_calls.format_of(mark("tool calls begin")) == "deepseek_v3"
+  assert format_of(mark("tool calls begin")) == "deepseek_v3"
 
 
 @pytest.mark.parametrize(
@@ -187,5 +187,5 @@ def test_what_is_no_call_stays_text(tool_format, text):
 
 
 def test_formats_of_the_families():
-  assert tool_calls.format_of("<tool_call>\n<function=" + "x>") == "qwen3_coder"
-  assert tool_calls.format_of("<tool_call>{{ x }}<arg_key>") == "glm4"
+  assert format_of("<tool_call>\n<function=" + "x>") == "qwen3_coder"
+  assert format_of("<tool_call>{{ x }}<arg_key>") == "glm4"

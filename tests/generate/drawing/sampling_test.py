@@ -5,6 +5,7 @@ import pytest
 
 from tests.generate import distributions
 from tunix.generate.drawing import sampling
+from tunix.generate.drawing.filters import OFF
 
 
 def keys_for(rows, position=0, seed=0):
@@ -59,13 +60,12 @@ def test_draws_follow_the_exact_distribution(rules):
 
 def draw(logits, temperature=1.0, forbidden=None, **filters):
   rows = len(logits)
-  kinds = {"top_k": np.int32}
   rules = sampling.Draw(
     rows=np.arange(rows),
     key=jax.random.key(0),
     temperature=np.full(rows, temperature, np.float32),
     forbidden=None if forbidden is None else np.asarray(forbidden),
-    **{k: np.full(rows, v, kinds.get(k, np.float32)) for k, v in filters.items()},
+    filter_values={k: np.full(rows, v, OFF[k].dtype) for k, v in filters.items()},
   )
   return choose(jnp.asarray(logits), rules, jnp.zeros(rows, int))
 
@@ -88,8 +88,10 @@ def test_rows_may_have_rules_of_their_own():
     rows=np.arange(3),
     key=jax.random.key(0),
     temperature=np.ones(3, np.float32),
-    top_k=np.asarray([1, 2, 4]),
-    top_p=np.asarray([1.0, 1.0, 0.65], np.float32),
+    filter_values={
+      "top_k": np.asarray([1, 2, 4]),
+      "top_p": np.asarray([1.0, 1.0, 0.65], np.float32),
+    },
   )
   scaled = sampling.choose(logits, rules, jnp.zeros(3, int))[1]
   assert np.isfinite(scaled).sum(1).tolist() == [1, 2, 2]  # 0.4 + 0.3 >= 0.65

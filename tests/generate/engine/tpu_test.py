@@ -69,7 +69,7 @@ def compile_for(name, axes, gather, **kinds):
       jax.tree.map(shape, jax.eval_shape(lambda: state_lib.empty(SLOTS, 16, 0))),
     )
     uses = frozenset({"draws", "scores"})
-    rules = arrays.rules_of(none, SLOTS, config.vocab_size, uses)
+    rules = arrays.rules_of(none, SLOTS, uses)
     until = np.array([16, 99], np.int32)
     decoding = launch.decode.lower(*opened, carry, rules, None, until, 0)
     blocks = arrays.blocks_of([], [], 8, SIZES)

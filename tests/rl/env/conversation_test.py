@@ -7,7 +7,7 @@ import pytest
 
 from tests import toys_calls
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.env.conversation import Conversation, read_answer
+from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 
@@ -186,17 +186,6 @@ def test_white_space_at_the_end_of_a_cut_answer_is_there_once():
   text = tokenizer.decode(talk.observe("and ?"), skip_special_tokens=False)
   assert "move\n<|im_end|>" in text or "move<|im_end|>" not in text
   assert "\n\n<|im_end|>" not in text
-
-
-def test_malformed_calls_are_named():
-  _, problem = read_answer('{"name": "add", "parameters": {', "llama3", {"add": {}})
-  assert "could not be read" in problem
-
-  message, problem = read_answer("<tool_call>{add}</tool_call>", "hermes", {"add": {}})
-  assert "tool_calls" not in message and "could not be read" in problem
-  message, problem = read_answer("<think>hm</think>yes", "none", {})
-  assert message["reasoning_content"] == "hm" and message["content"] == "yes"
-  assert problem is None
 
 
 def test_a_template_that_refuses_a_conversation_is_an_error_of_the_environment():

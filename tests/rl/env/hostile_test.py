@@ -1,7 +1,11 @@
 """Environments whose answers are built to stop the run."""
 
 import contextlib
+import os
+import signal
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,9 +98,19 @@ class NoJson:
     return StepResult(reward=1.0, episode_done=True)
 
 
-def test_a_value_that_is_no_json_does_not_cost_the_process():
+def test_a_value_that_is_no_json_does_not_cost_the_process(monkeypatch):
   with contextlib.closing(EnvProcesses(NoJson, timeout_s=60.0)) as running:
     env = running.environment()
     with pytest.raises(EnvError, match="not JSON serializable"):
       env.initial_observation()
     assert env.step(Action([1])).reward == 1.0
+    env.close()
+    # A process that was killed while it was idle serves no other episode.
+    (child,) = running._children.running
+    os.kill(child.pid, signal.SIGKILL)
+    while not child.exited():
+      time.sleep(0.01)
+    start = mock.Mock(side_effect=EnvError("a new process"))
+    monkeypatch.setattr(running._children, "start", start)
+    with pytest.raises(EnvError, match="a new process"):
+      running.environment()

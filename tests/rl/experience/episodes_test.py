@@ -309,8 +309,8 @@ def test_a_player_that_fails_frees_those_who_wait_for_it():
 
 
 VIOLENT = {
-  "dies": "ended without an answer",
-  "killed": "ended without an answer|reset",
+  "dies": "ended with exit code",
+  "killed": "ended by SIGKILL",
   "forks": "no answer within",
   "eats memory": "MemoryError",
   "hangs": "no answer within",

@@ -81,9 +81,7 @@ def test_whatever_is_raised_becomes_a_failure_with_its_place():
 
     return reward_outcomes.call(fn, {}, 1)[0].error  # pyright: ignore
 
-  assert raising(ValueError("a\n b")).startswith(
-    "ValueError: a b (outcomes_test"
-  )
+  assert raising(ValueError("a\n b")).startswith("ValueError: a b (outcomes_test")
   assert "SystemExit: 4" in raising(SystemExit(4))
   assert "CancelledError" in raising(asyncio.CancelledError())
   assert "cannot be shown" in raising(Secretive())

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from tests.rl import reward_faults
-from tunix.rl.reward import pool as reward_pool, worker as reward_worker
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value, per_row
 from tunix.rl.reward.pool import Call, RewardPool
+from tunix.sandbox import child, child_main
 
 ROWS = {"prompts": ["p", "q"], "completions": ["a", "bb"]}
 FINE = [Value(1.0), Value(2.0)]
@@ -184,7 +184,7 @@ def test_a_worker_that_is_killed_while_it_starts_gets_another_try(tmp_path):
 
 
 def test_functions_that_take_for_ever_to_load_end_the_run(monkeypatch):
-  monkeypatch.setattr(reward_pool, "START_TIMEOUT_S", 2.0)
+  monkeypatch.setattr(child, "START_TIMEOUT_S", 2.0)
   with pytest.raises(RuntimeError, match="it was not ready after 2 s"):
     pool(reward_faults.Unloadable(reward_faults.hang)).run([Call(0, ROWS, 2)])
 
@@ -254,7 +254,7 @@ def test_a_worker_does_not_outlive_its_trainer(tmp_path):
   done = run_python(["-c", textwrap.dedent(code)], tmp_path)
   assert done.returncode == -signal.SIGKILL
   worker = int(done.stdout)
-  seconds = 0.5 + reward_worker.GRACE_S
+  seconds = 0.5 + child_main.GRACE_S
   assert psutil.wait_procs([psutil.Process(worker)], timeout=4 * seconds)[1] == []
 
 

@@ -26,7 +26,7 @@ from tunix.rl.weights import weight_sync
 from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import json_arrays
+from tunix.utils import array_codec
 
 ROLLOUT = {"max_tokens_to_generate": 6, "max_prompt_length": 8}
 
@@ -358,7 +358,7 @@ def test_arrays_of_a_request_have_a_limit(monkeypatch):
   monkeypatch.setattr(host_lib, "_MOST_BYTES", 100)
   host = hosts_lib.make()
   host.take("me", None)
-  prompts = json_arrays.encoded([np.zeros(101, np.uint8)])
+  prompts = array_codec.to_json([np.zeros(101, np.uint8)])
   with pytest.raises(ValueError, match="more than 100 bytes"):
     host.generate("me", host.stamp, prompts, {}, 1, 0, 0)
 

@@ -5,7 +5,8 @@ import pytest
 from tests import toys_text
 from tests.serve.fake_engine import FakeEngine, logprob
 from tests.serve.serving import error_of, server
-from tunix.generate.answers import tool_calls
+from tunix.generate.answers.formats import FORMATS
+from tunix.generate.answers.reasoning import THINK_TOKENS
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -151,7 +152,7 @@ GEMMA_CALL = '<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>'
 )
 def test_marks_of_reasoning_are_special_tokens(opening, closing, mark, call):
   raw = toys_text.bpe()
-  raw.add_special_tokens([*tool_calls.THINK_TOKENS, *tool_calls.GEMMA_MARKS])
+  raw.add_special_tokens([*THINK_TOKENS, *FORMATS["gemma4"].marks])
   raw.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
   template = SHOWS_TOOLS + "{# " + mark + " #}"
   adapter = type(toys_text.chat_tokenizer("plain"))

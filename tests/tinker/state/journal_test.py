@@ -12,14 +12,13 @@ import pytest
 from tests.golden import resume_jobs
 from tests.utils.record_file_test import flipped, put
 from tunix.cli.commands import serve
-from tunix.tinker.protocol import packed
 from tunix.tinker.service import LOCK, Service
 from tunix.tinker.settings import TinkerSettings
-from tunix.tinker.state import journal
+from tunix.tinker.state import journal, state_file
 from tunix.tinker.state.checkpoints import Checkpoints, Place
 from tunix.tinker.state.records import Records
 from tunix.tinker.state.runs import Op, Run
-from tunix.utils import folder_lock, io
+from tunix.utils import array_codec, folder_lock, io
 from tunix.utils.record_file import MAGIC, RecordError
 
 SETTINGS = TinkerSettings(keep_results=2)
@@ -95,7 +94,7 @@ def test_checkpoints_and_samples_of_an_earlier_version_are_read(before):
   arrays = Checkpoints(before / "checkpoints", "base").arrays(place)
   assert int(arrays["optimizer.0"]) == 2 and len(arrays) > 10
   log = journal.opened(before / "samples" / "requests")
-  ((meta, prompt),) = map(packed.unpack, log.records())
+  ((meta, prompt),) = map(array_codec.from_bytes, log.records())
   log.close()
   assert meta["args"]["num_samples"] == 2 and prompt["prompt"].tolist() == [3, 4, 5]
 
@@ -106,7 +105,7 @@ def test_a_damaged_run_is_refused_and_its_files_stay(before, name, is_old):
   file = folder_of(before) / name
   if not is_old:
     run = Run(file.parent, SETTINGS)
-    packed.write(file.parent / "state-1", *packed.read(file.parent / "state-1"))
+    state_file.write(file.parent / "state-1", *state_file.read(file.parent / "state-1"))
     run.close()
   if is_old and name == "state-1":  # without checksums, only a missing byte is noticed
     file.write_bytes(file.read_bytes()[:-1])
@@ -141,18 +140,18 @@ def test_a_flipped_bit_of_a_json_file_is_refused_by_name_or_gives_another_value(
 def test_a_state_is_refused_at_each_bit_and_each_length(tmp_path):
   file = tmp_path / "state"
   arrays = {"a": np.arange(3, dtype=np.float32), "b": np.array(1.5)}
-  packed.write(file, {"done": 3}, arrays)
-  meta, found = packed.read(file)
+  state_file.write(file, {"done": 3}, arrays)
+  meta, found = state_file.read(file)
   assert meta == {"done": 3} and same(found, arrays)
   data = file.read_bytes()
   for bit in range(8 * len(data)):
     put(file, flipped(data, bit))
     with pytest.raises(RecordError):
-      packed.read(file)
+      state_file.read(file)
   for length in range(len(data)):
     put(file, data[:length])
     with pytest.raises(RecordError):
-      packed.read(file)
+      state_file.read(file)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +172,14 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_not_listed(tmp_path, text, 
 
 
 def test_a_large_state_has_several_records(tmp_path, monkeypatch):
-  monkeypatch.setattr(packed, "_MOST", 64)
+  monkeypatch.setattr(state_file, "_MOST", 64)
   arrays = {"a": np.arange(100.0)}
-  packed.write(tmp_path / "state", {}, arrays)
-  assert same(packed.read(tmp_path / "state")[1], arrays)
+  state_file.write(tmp_path / "state", {}, arrays)
+  assert same(state_file.read(tmp_path / "state")[1], arrays)
   data = (tmp_path / "state").read_bytes()
   (tmp_path / "state").write_bytes(data[: 16 + 5 * (12 + 64)])  # whole records
   with pytest.raises(RecordError, match="is cut off or damaged"):
-    packed.read(tmp_path / "state")
+    state_file.read(tmp_path / "state")
 
 
 def test_a_kill_while_a_journal_is_converted_leaves_the_old_one(before, monkeypatch):

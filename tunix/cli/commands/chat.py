@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from tunix.cli.commands.parts import arguments
-from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Sampling
 from tunix.cli.commands.parts.chat_server import (
   ChatServer,
   Messages,
@@ -18,9 +17,46 @@ from tunix.cli.commands.parts.chat_server import (
 )
 from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
+from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.external.rows import EngineError
 from tunix.utils import terminal
+from tunix.utils.setting import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(Sampling, ModelOptions):
+  """The model, or its server, and the options of sampling.
+
+  Attributes:
+    model: Hugging Face folder, or output_dir of a run with an export. With `url` a name
+      on the server; null: its first.
+    url: server with OpenAI's routes, such as http://127.0.0.1:8000, in place of a
+      folder.
+    api_key_env: variable that has the server's API key.
+    system: the system turn.
+  """
+
+  model: str | None = setting(None, path="read")
+  url: str | None = None
+  api_key_env: str | None = None
+  system: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.url is None:
+      if self.model is None:
+        raise ValueError("--model is missing: give a folder, or a server with --url")
+      if self.api_key_env is not None:
+        raise ValueError("--api_key_env needs --url: a local model has no key")
+      return
+    for name in ("adapter", "tokenizer", "dtype"):
+      if getattr(self, name) is not None:
+        raise ValueError(
+          f"--{name} and --url exclude each other: the server has loaded its model. "
+          "Choose one of its models, or adapters, by --model NAME"
+        )
+
 
 # Streams the reply to a conversation.
 Replies = Callable[[Messages], Generator[Part, None, None]]
@@ -38,8 +74,7 @@ def main(argv: Sequence[str]) -> None:
       without a chat template, or a server that refuses the key.
     EngineError: the server of `--url` gives no answer.
   """
-  args = parser().parse_args(argv)
-  _check(args)
+  args = parser().read(argv).build(ChatOptions)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
   replies = _local(args, start) if args.url is None else _remote(args)
   messages = list(start)
@@ -55,9 +90,9 @@ def main(argv: Sequence[str]) -> None:
       messages += [turn, {"role": "assistant", "content": answer}]
 
 
-def _local(args: argparse.Namespace, start: Messages) -> Replies:
+def _local(args: ChatOptions, start: Messages) -> Replies:
   """Loads a model into this process."""
-  options = arguments.sampling_options(args)
+  assert args.model is not None
   model, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
   # Fails before the weights are read if there is no template, or no system turn in it.
@@ -74,17 +109,18 @@ def _local(args: argparse.Namespace, start: Messages) -> Replies:
         f"the conversation has {len(prompt)} tokens, more than the model has "
         "positions; type /reset or a shorter message"
       )
-    for part in sampler.stream([prompt], steps, every=1, **options):
+    for part in sampler.stream([prompt], steps, every=1, **args.options):
       yield Part(part.text)
 
   return replies
 
 
-def _remote(args: argparse.Namespace) -> Replies:
+def _remote(args: ChatOptions) -> Replies:
   """Connects to a server."""
-  options = arguments.sampling_options(args)
+  options = args.options
   if args.max_new_tokens is not None:
     options["max_new_tokens"] = args.max_new_tokens
+  assert args.url is not None
   server = ChatServer(args.url, args.model, key_of(args.api_key_env), options)
   if sys.stdin.isatty():
     name = terminal.shown(server.model, sys.stderr)
@@ -130,35 +166,7 @@ def _reply(replies: Replies, messages: Messages) -> str | None:
   return "".join(content)
 
 
-def _check(args: argparse.Namespace) -> None:
-  arguments.check_sampling(args)
-  if args.url is None:
-    if args.model is None:
-      raise ValueError("--model is missing: give a folder, or a server with --url")
-    if args.api_key_env is not None:
-      raise ValueError("--api_key_env needs --url: a local model has no key")
-    return
-  for name in ("adapter", "tokenizer", "dtype"):
-    if getattr(args, name) is not None:
-      raise ValueError(
-        f"--{name} and --url exclude each other: the server has loaded its model. "
-        "Choose one of its models, or adapters, by --model NAME"
-      )
-
-
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  made = Parser(
-    "tunix chat", "talks to a model; /reset starts a new conversation, /exit ends"
-  )
-  loading.add_model(made, required=False)
-  add = made.add_argument
-  add(
-    "--url",
-    help="server with OpenAI's routes, such as http://127.0.0.1:8000, in place of a "
-    "folder; --model is then a name on the server, by default its first",
-  )
-  add("--api_key_env", metavar="NAME", help="variable that has the server's API key")
-  add("--system", metavar="TEXT", help="the system turn")
-  arguments.add_sampling(made, samples=False)
-  return made
+  about = "talks to a model; /reset starts a new conversation, /exit ends"
+  return Parser("tunix chat", about, Section(ChatOptions))

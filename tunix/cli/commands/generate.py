@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.commands.parts import arguments
-from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
+from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.sizes import text_size
 from tunix.utils import terminal, text_files
+from tunix.utils.setting import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Samples, ModelOptions):
+  """The model, the prompts and the options of sampling.
+
+  Attributes:
+    model: Hugging Face folder, or output_dir of a run with an export.
+    prompt: one prompt or several.
+    prompt_file: a prompt a line, or {"prompt": text} in a .jsonl file; "-" is standard
+      input.
+    chat: renders each prompt as a user's turn.
+    beam_size: number of beams of a beam search; null: no beams.
+    length_penalty: above 1, longer beams win more often.
+    stream: prints one completion token by token.
+    json: prints each completion as a line of JSON.
+  """
+
+  model: str = setting(path="read")
+  prompt: tuple[str, ...] = ()
+  prompt_file: str | None = setting(None, path="read")
+  chat: bool = False
+  beam_size: int | None = None
+  length_penalty: float | None = None
+  stream: bool = False
+  json: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    if bool(self.prompt) == (self.prompt_file is not None):
+      raise ValueError(
+        f"expected --prompt or --prompt_file, found {'both' if self.prompt else 'none'}"
+        "; give one of them"
+      )
+    several = len(self.prompt) != 1 or (self.num_samples or 1) > 1
+    if self.stream and (several or self.json):
+      raise ValueError(
+        "--stream prints one completion; give one prompt, and omit --num_samples and "
+        "--json"
+      )
+    if self.stream and self.beam_size is not None:
+      raise ValueError(
+        "--stream cannot print beams, whose text changes until the end; omit "
+        "--beam_size"
+      )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,10 +70,12 @@ def main(argv: Sequence[str]) -> None:
     FileNotFoundError: there is no such model or adapter.
     ValueError: a number out of range, or --chat without a chat template.
   """
-  args = parser().parse_args(argv)
-  _check(args)
-  options = arguments.sampling_options(args)
-  prompts = texts = args.prompt or _read_prompts(args.prompt_file)
+  args = parser().read(argv).build(GenerateOptions)
+  options = args.options
+  texts = [*args.prompt]
+  if args.prompt_file is not None:
+    texts = _read_prompts(args.prompt_file)
+  prompts: list[Any] = texts
   folder, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
   if args.chat and not tokenizer.has_chat_template():
@@ -99,36 +147,6 @@ def _read_prompts(name: str) -> list[str]:
 
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  made = Parser("tunix generate", "continues prompts with a model")
-  loading.add_model(made)
-  prompts = made.add_mutually_exclusive_group(required=True)
-  prompts.add_argument(
-    "--prompt", metavar="TEXT", nargs="+", help="one prompt or several"
+  return Parser(
+    "tunix generate", "continues prompts with a model", Section(GenerateOptions)
   )
-  prompts.add_argument(
-    "--prompt_file",
-    metavar="FILE",
-    help='a prompt a line, or {"prompt": text} in a .jsonl file; - is standard input',
-  )
-  add = made.add_argument
-  add("--chat", action="store_true", help="render each prompt as a user's turn")
-  arguments.add_sampling(made)
-  add("--beam_size", type=int, metavar="K", help="beam search with K beams")
-  add("--length_penalty", type=float, help="above 1, longer beams win more often")
-  add("--stream", action="store_true", help="print one completion token by token")
-  add("--json", action="store_true", help="print each completion as a line of JSON")
-  return made
-
-
-def _check(args: argparse.Namespace) -> None:
-  arguments.check_sampling(args)
-  is_one = args.prompt is not None and len(args.prompt) == 1
-  if args.stream and (not is_one or args.json or (args.num_samples or 1) > 1):
-    raise ValueError(
-      "--stream prints one completion; give one prompt, and omit --num_samples and "
-      "--json"
-    )
-  if args.stream and args.beam_size is not None:
-    raise ValueError(
-      "--stream cannot print beams, whose text changes until the end; omit --beam_size"
-    )

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
   for name in ("--fit", "--json", "--markdown"):
     parser.add_argument(name, action="store_true")
   args, words = parser.parse_known_args(list(argv))
-  plan_serve.check(args)
+  plan_serve.check(args.topology, json=args.json, markdown=args.markdown)
   if args.ship_key is not None and args.ship is None:
     raise ValueError(
       f"--ship-key is {args.ship_key!r} and --ship is missing: give the folder to sign"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunix.cli.commands.parts import arguments
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
+from tunix.cli.settings.export import Dtype
+from tunix.cli.settings.options import Section, Values
 from tunix.generate.decoders import decoders
 from tunix.generate.engine import replicas
 from tunix.generate.engine.config import EngineConfig
@@ -20,21 +20,77 @@ from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve import server
-from tunix.serve.settings import TOOL_FORMATS, ServeSettings
+from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, service as service_lib
-from tunix.tinker.settings import TinkerSettings, read_keys
-from tunix.utils import env, mesh as mesh_lib, optional, text_files
+from tunix.tinker.settings import TinkerSettings
+from tunix.utils import checks, mesh as mesh_lib, optional
+from tunix.utils.setting import setting
 
-KEY = "TUNIX_API_KEY"
-_MAX_TOKENS = 2048
 _MODEL_DRAFTS = 4  # tokens that a draft model proposes in a round
+_ADAPTER_RANKS = 64
+_TINKER = "tinker_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+  """The model that is served, and its devices.
+
+  Attributes:
+    model: Hugging Face folder, or output_dir of a run with an export.
+    adapter: NAME=FOLDER of PEFT's form; requests choose it as model NAME.
+    tokenizer: folder of the tokenizer; null: that of the model.
+    dtype: dtype of the computation; null: that of the checkpoint.
+    replicas: engines, each on its own devices.
+    tp: devices that split the weights of a replica.
+    draft_model: small model with the same tokenizer, whose tokens the model checks.
+    tinker: serves the Tinker training API under /api/v1.
+  """
+
+  model: str = setting(path="read", positional=True)
+  adapter: tuple[str, ...] = setting((), repeats=True)
+  tokenizer: str | None = setting(None, path="read")
+  dtype: Dtype | None = None
+  replicas: int = 1
+  tp: int = 1
+  draft_model: str | None = setting(None, path="read")
+  tinker: bool = False
+
+  def __post_init__(self):
+    checks.fields(self, replicas=checks.COUNT, tp=checks.COUNT)
+
+  @property
+  def name(self) -> str:
+    """Last part of the folder or hub id, also of "." and ".."."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(self.model)))
+
+  def adapters(self, model_name: str) -> dict[str, pathlib.Path]:
+    """Returns the folder of each adapter.
+
+    Raises:
+      FileNotFoundError: there is no such folder.
+      ValueError: another form, or a name that is taken.
+    """
+    adapters: dict[str, pathlib.Path] = {}
+    for text in self.adapter:
+      name, _, folder = text.partition("=")
+      if not name or not folder:
+        raise ValueError(f"--adapter is {text!r}, expected NAME=FOLDER")
+      if name in (model_name, *adapters):
+        raise ValueError(
+          f"--adapter is {text!r}, but {name!r} is the name of the model or of another "
+          "adapter: give each one its own name, or rename the model with --name"
+        )
+      adapters[name] = pathlib.Path(folder).expanduser()
+      if not adapters[name].is_dir():
+        raise FileNotFoundError(f"--adapter is {text!r}, and there is no such folder")
+    return adapters
 
 
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix serve` until SIGTERM or Ctrl-C.
 
   Raises:
-    FileNotFoundError: there is no such model, adapter or key file.
+    FileNotFoundError: there is no such model, adapter, or file of options or keys.
     OSError: the address cannot be used.
     ImportError: the extra `serve` is not installed.
     ValueError: a number out of range, two adapters of one name; or an address that
@@ -42,18 +98,19 @@ def main(argv: Sequence[str]) -> None:
     RuntimeError: another process uses the folder of the training API, or a file in it
       is damaged.
   """
-  args = parser().parse_args(argv)
+  values = parser().read(argv)
   for package in ("starlette", "uvicorn", "prometheus_client"):
     optional.require(package, "the server", "tunix[serve]")
-  settings = _settings(args)
-  adapters = _adapters(args, settings.model_name)
-  config = _config(args, len(adapters))
+  args = values.build(ServeOptions)
+  settings = values.build(ServeSettings, model_name=args.name)
+  adapters = args.adapters(settings.model_name)
+  config = _config(values)
   # None: one engine on the default device, with its arrays on no mesh.
   is_one = args.replicas == args.tp == 1
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
-  tinker = _tinker_settings(args)
+  tinker = _tinker_settings(values)
   if tinker is not None:
     service_lib.check_files(tinker)
   folder, own = run_folder.export_of(args.model, None)
@@ -64,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
       return loading.load_model(str(path), adapter, args.dtype)
 
   model = load(folder, own)
-  config = _within_positions(config, args, model)
+  config = _within_positions(config, values, model)
   driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
@@ -100,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _driver_of(
-  args: argparse.Namespace,
+  args: ServeOptions,
   model: Any,
   tokenizer: Any,
   config: EngineConfig,
@@ -118,110 +175,50 @@ def _driver_of(
   return Driver(engine), engine
 
 
-def _tinker_settings(args: argparse.Namespace) -> TinkerSettings | None:
+def _tinker_settings(values: Values) -> TinkerSettings | None:
   """Returns the settings of the training service; None without `--tinker`.
 
   Raises:
     FileNotFoundError: there is no such file of keys.
-    ValueError: the file has another form, or the model is split or copied.
+    ValueError: the file has another form, a number is out of range, an option has no
+      effect, or the model is split or copied.
   """
+  args = values.build(ServeOptions)
   if not args.tinker:
+    if written := values.written(_TINKER):
+      raise ValueError(f"{written[0]} has no effect without --tinker; omit it")
     return None
   if args.replicas != 1 or args.tp != 1:
     raise ValueError(
       f"--tinker with --replicas {args.replicas} and --tp {args.tp}: the training "
       "service takes one engine on one device. Leave both at 1"
     )
-  file = args.tinker_keys
-  return TinkerSettings(
-    root=pathlib.Path(args.tinker_root).expanduser(),
-    keys={} if file is None else read_keys(pathlib.Path(file).expanduser()),
-    max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
+  return values.build(TinkerSettings, max_tokens=_config(values).max_tokens)
+
+
+def _config(values: Values) -> EngineConfig:
+  args = values.build(ServeOptions)
+  return values.build(
+    EngineConfig,
+    draft_tokens=0 if args.draft_model is None else _MODEL_DRAFTS,
+    adapter_ranks=_ADAPTER_RANKS * (bool(args.adapter) + args.tinker),
   )
 
 
-def _settings(args: argparse.Namespace) -> ServeSettings:
-  root = args.checkpoint_root
-  return ServeSettings(
-    host=args.host,
-    port=args.port,
-    api_key=read_key(args.api_key_file),
-    model_name=args.name or _name_of(args.model),
-    checkpoint_root=None if root is None else pathlib.Path(root).expanduser(),
-    tool_format=args.tool_format,
-    max_concurrent=args.max_concurrent,
-    max_queue=args.max_queue,
-    proxies=tuple(args.proxy or ()),
-    drain_timeout=args.drain_timeout,
-  )
-
-
-def read_key(file: str | None) -> str | None:
-  """Returns the API key of the file or, without one, of the environment.
-
-  It is no argument of its own: every user of a machine can list arguments.
-  """
-  if file is None:
-    return env.value(KEY)
-  return text_files.read(file).strip()
-
-
-def _name_of(model: str) -> str:
-  """Returns the last part of a folder or a hub id, also of "." and ".."."""
-  return os.path.basename(os.path.abspath(os.path.expanduser(model)))
-
-
-def _adapters(args: argparse.Namespace, model_name: str) -> dict[str, pathlib.Path]:
-  """Returns the folder of each adapter."""
-  adapters: dict[str, pathlib.Path] = {}
-  for text in args.adapter or ():
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-      raise ValueError(f"--adapter is {text!r}, expected NAME=FOLDER")
-    if name in (model_name, *adapters):
-      raise ValueError(
-        f"--adapter is {text!r}, but {name!r} is the name of the model or of another "
-        "adapter: give each one its own name, or rename the model with --name"
-      )
-    adapters[name] = pathlib.Path(folder).expanduser()
-    if not adapters[name].is_dir():
-      raise FileNotFoundError(f"--adapter is {text!r}, and there is no such folder")
-  return adapters
-
-
-def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
-  ranks, drafts = args.adapter_ranks, args.draft_tokens
-  if drafts is None:
-    drafts = 0 if args.draft_model is None else _MODEL_DRAFTS
-  if ranks is None:
-    ranks = 64 * (bool(adapters) + args.tinker)
-  return EngineConfig(
-    slots=args.slots,
-    max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
-    cache_tokens=args.cache_tokens,
-    rounds=args.rounds,
-    draft_tokens=drafts,
-    adapter_ranks=ranks,
-  )
-
-
-def engine_config(args: argparse.Namespace, model: Any) -> EngineConfig:
+def engine_config(values: Values, model: Any) -> EngineConfig:
   """Returns the sizes of the engine that serves a model.
 
   Args:
-    args: arguments of `parser`.
+    values: options of `parser`.
     model: the model, or its shapes.
 
   Raises:
     ValueError: a number is out of range.
   """
-  config = _config(args, len(args.adapter or ()))
-  return _within_positions(config, args, model)
+  return _within_positions(_config(values), values, model)
 
 
-def _within_positions(
-  config: EngineConfig, args: argparse.Namespace, model: Any
-) -> EngineConfig:
+def _within_positions(config: EngineConfig, values: Values, model: Any) -> EngineConfig:
   """Lowers the default of `--max_tokens` to the positions of the model.
 
   Raises:
@@ -230,9 +227,9 @@ def _within_positions(
   positions = decoders.max_positions(model)
   if positions is None or config.max_tokens <= positions:
     return config
-  if args.max_tokens is not None:
+  if written := values.written("max_tokens"):
     raise ValueError(
-      f"--max_tokens is {args.max_tokens}, but the model has {positions} positions: "
+      f"{written[0]} is {config.max_tokens}, but the model has {positions} positions: "
       "lower it"
     )
   return dataclasses.replace(config, max_tokens=positions)
@@ -248,69 +245,28 @@ def _grammars(engine: Any, tokenizer: Any) -> Any:
     return None
 
 
-def parser() -> Parser:
-  """Returns the parser of the arguments."""
-  made = Parser("tunix serve", "answers HTTP requests of OpenAI's and vLLM's form")
-  add = made.add_argument
-  add("model", metavar="MODEL", help="Hugging Face folder, or output_dir of a run")
-  add(
-    "--adapter",
-    metavar="NAME=FOLDER",
-    action="append",
-    help="PEFT folder; requests choose it as model NAME. May be given several times",
+def parser(
+  prog: str = "tunix serve",
+  description: str = "answers HTTP requests of OpenAI's and vLLM's form",
+  *more: Section,
+) -> Parser:
+  """Returns the parser of the arguments; `more` are sections of another command."""
+  engine = {
+    "max_tokens": f"{EngineConfig.max_tokens}, or the positions of the model",
+    "draft_tokens": f"{_MODEL_DRAFTS} with --draft_model, else 0",
+    "adapter_ranks": f"{_ADAPTER_RANKS} for --adapter, and as many for --tinker",
+  }
+  name, tokens = (
+    {"model_name": "the name of the folder"},
+    {"max_tokens": "--max_tokens"},
   )
-  add("--tokenizer", metavar="FOLDER", help="default: the model's")
-  add("--dtype", choices=("float32", "bfloat16", "float16"))
-  add("--name", help="name of the model in requests; default: that of its folder")
-  add("--host", default="127.0.0.1", help="any other than a local one needs a key")
-  add("--port", type=int, default=8000, help="0: a free one, which is printed")
-  add(
-    "--api_key_file",
-    metavar="FILE",
-    help=f"file with the API key; default: the variable {KEY}, else no key",
+  return Parser(
+    prog,
+    description,
+    *more,
+    Section(ServeOptions),
+    # No route returns the experts of a token.
+    Section(EngineConfig, without=("record_routes",), defaults=engine),
+    Section(ServeSettings, defaults=name),
+    Section(TinkerSettings, _TINKER, defaults=tokens),
   )
-  add("--replicas", type=int, default=1, help="engines, each on its own devices")
-  add("--tp", type=int, default=1, help="devices that split a replica's weights")
-  add("--slots", type=int, default=8, help="completions that run at the same time")
-  add(
-    "--max_tokens",
-    type=int,
-    help=f"tokens of a prompt and its completion; default: {_MAX_TOKENS}, or the "
-    "positions of the model",
-  )
-  add("--cache_tokens", type=int, help="tokens of the cache; default: all slots full")
-  add(
-    "--rounds", type=int, default=16, help="most tokens between two parts of a stream"
-  )
-  add(
-    "--draft_tokens",
-    type=int,
-    help="drafts of a round, by prompt lookup or --draft_model; 0: none. Default: "
-    f"{_MODEL_DRAFTS} with --draft_model, else 0",
-  )
-  add(
-    "--draft_model",
-    metavar="FOLDER",
-    help="small model with the same tokenizer, whose tokens the model checks",
-  )
-  add("--adapter_ranks", type=int, help="ranks of all adapters together; default 64")
-  add(
-    "--tinker", action="store_true", help="serve the Tinker training API under /api/v1"
-  )
-  add(
-    "--tinker_root",
-    metavar="FOLDER",
-    default="tinker",
-    help="files of the training API: runs, checkpoints, requests; default: tinker",
-  )
-  add(
-    "--tinker_keys",
-    metavar="FILE",
-    help="file with a line NAME KEY for each tenant of the training API; keys begin "
-    "with tml-",
-  )
-  add("--tool_format", choices=TOOL_FORMATS, default="auto", help="form of tool calls")
-  add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
-  add("--max_concurrent", type=int, default=64, help="requests that run")
-  arguments.add_admission(made)
-  return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,7 @@ _STRATEGY = {
 _ON_POLICY = {
   "on_policy_fraction": "distill.on_policy_fraction",
   "sampling_temperature": "rollout.temperature",
+  "temperature": "rollout.temperature",
   "max_prompt_length": "rollout.max_prompt_length",
   "max_completion_length": "rollout.max_tokens_to_generate",
 }
@@ -131,11 +132,10 @@ class StudentRollout(RolloutConfig):
   max_tokens_to_generate: int = 256
   max_prompt_length: int = 256
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+  stop_strings: tuple[str, ...] = ()
   # Options of RolloutConfig that the student's sampler has not.
-  min_p: float | None = setting(None, python_only=True)
-  eos_tokens: Sequence[int] | None = setting(None, python_only=True)
-  stop_strings: Sequence[str] | None = setting(None, python_only=True)
   kv_cache_size: int | None = setting(None, python_only=True)
+  slots: int | None = setting(None, python_only=True)
   gather_weights: GatherWeights = setting(None, python_only=True)
   replay_routes: bool = setting(False, python_only=True)
   engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
@@ -229,10 +229,10 @@ def check(config: DistillRun) -> None:
         f"{section.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
         f"follow {reader}, leave {prefix}.{name} out"
       )
-  if config.data.pad_to == "longest" and not config.follows_lengths:
+  if config.data.pad_to in ("shared", "longest") and not config.follows_lengths:
     raise ValueError(
-      f"data.pad_to is 'longest' and distill.cache is {section.cache!r}, which finds "
-      "rows by their padded tokens. Leave data.pad_to out"
+      f"data.pad_to is {config.data.pad_to!r} and distill.cache is {section.cache!r}, "
+      "which finds rows by their padded tokens. Leave data.pad_to out"
     )
   if section.teacher is None and section.cache is None:
     raise ValueError(
@@ -244,12 +244,11 @@ def check(config: DistillRun) -> None:
 def _check_sampling(config: DistillRun) -> None:
   """Refuses a policy gradient on completions of another distribution."""
   sampling, temperature = config.rollout, config.distill.temperature
-  for name in ("top_p", "top_k"):
-    if (value := getattr(sampling, name)) is not None:
-      raise ValueError(
-        f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which "
-        "needs samples of the student's whole distribution. Leave it out"
-      )
+  for name, value in sampling.filters.items():
+    raise ValueError(
+      f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which "
+      "needs samples of the student's whole distribution. Leave it out"
+    )
   if temperature not in (None, sampling.temperature):
     raise ValueError(
       f"distill.temperature is {temperature}, rollout.temperature "
@@ -261,13 +260,11 @@ def _check_sampling(config: DistillRun) -> None:
 def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
   sampling = config.rollout
   with build_data.naming(_ON_POLICY):
-    return OnPolicyConfig(
+    return OnPolicyConfig.of(
+      sampling,
       max_prompt_length=sampling.max_prompt_length,
       max_completion_length=sampling.max_tokens_to_generate,
       on_policy_fraction=config.distill.on_policy_fraction or 0.0,
-      sampling_temperature=sampling.temperature,
-      top_p=sampling.top_p,
-      top_k=sampling.top_k,
       seed=config.seed if sampling.seed is None else sampling.seed,
       **options,
     )

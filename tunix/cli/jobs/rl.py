@@ -15,6 +15,7 @@ from tunix.cli.make.environments import make_env
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.data.records import PROMPTS
+from tunix.generate.drawing import filters
 from tunix.generate.sizes import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import algorithms, setup
@@ -145,7 +146,6 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
   if plans and getattr(config, "env", None) is not None:
     options["max_tokens_to_generate"] = config.episode.max_tokens
   options["seed"] = config.seed if section.seed is None else section.seed
-  options["stop_strings"] = section.stop_strings or None
   if config.rl.rollout_hosts:
     urls = {"urls": config.rl.rollout_hosts}
     options["engine_options"] = {**section.engine_options, **urls}
@@ -153,7 +153,7 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
   if section.eval_temperature is None:
     return {Mode.TRAIN: train}
   # The filters belong to sampling in training; greedy decoding refuses them.
-  names = () if section.eval_temperature else ("top_p", "top_k", "min_p")
+  names = () if section.eval_temperature else filters.OFF
   held_out = dataclasses.replace(
     train,
     temperature=section.eval_temperature,

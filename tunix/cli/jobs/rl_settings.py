@@ -198,10 +198,10 @@ class RLRun(RunSettings):
         "messages of environments. Leave both out, or set tokenizer.template_args for "
         "all conversations"
       )
-    if self.env is not None and self.data.pad_to == "longest":
+    if self.env is not None and self.data.pad_to in ("shared", "longest"):
       raise ValueError(
-        "env is set and data.pad_to is 'longest', and the lengths of an environment's "
-        "prompts are not known. Leave data.pad_to out"
+        f"env is set and data.pad_to is {self.data.pad_to!r}, and the lengths of an "
+        "environment's prompts are not known. Leave data.pad_to out"
       )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(

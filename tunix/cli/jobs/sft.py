@@ -45,7 +45,7 @@ def rows(config: Any) -> str:
   rows = f"{sizes.global_batch_size} x {length} tokens"
   if config.data.packing:
     rows += ", packed"
-  elif config.pad_to == "longest" or config.data.length_buckets:
+  elif config.pad_to != "max_length" or config.data.length_buckets:
     rows = f"{sizes.global_batch_size} rows of at most {length} tokens"
   return f"batches: {rows}{micro_batches(config)}"
 

@@ -31,7 +31,7 @@ from tunix.data.records import (
   SFT,
   Kind,
 )
-from tunix.data.scan import Report, scan
+from tunix.data.scan import STEP, Report, scan
 from tunix.data.source import Source, layout_type
 from tunix.data.widths import Widths
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -262,7 +262,7 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
-  form = (tunix.__version__, part.kind.name, part.kind.expected, fields)
+  form = (tunix.__version__, part.kind.name, part.kind.expected, fields, STEP)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
@@ -328,7 +328,7 @@ def batches(
   chosen = chosen or build_widths.choose(config, source, None, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
-    options["widths"] = chosen.lengths
+    options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
     options["batches_per_step"] = config.training.micro_batches if training else 1
   return pipeline.build_batches(source, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -311,21 +310,6 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
 
 
 # Models and tokenizers of the arguments --model, --adapter and --tokenizer.
-
-
-def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-  """Adds the arguments that name a model."""
-  parser.add_argument(
-    "--model",
-    metavar="FOLDER",
-    required=required,
-    help="Hugging Face folder, or output_dir of a run with an export",
-  )
-  parser.add_argument("--adapter", metavar="FOLDER", help="PEFT folder")
-  parser.add_argument(
-    "--tokenizer", metavar="FOLDER", help="default: the adapter's or the model's"
-  )
-  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
 
 
 def new_tokens(model: Any, prompts: Sequence[int], requested: int | None) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from tunix.cli.settings import mesh as mesh_axes
 from tunix.data import widths
 from tunix.data.records import ANSWERED, PROMPT_ROWS, PROMPTS
-from tunix.data.rows import SideBySide
+from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source
 from tunix.data.widths import Widths
@@ -27,7 +28,7 @@ def choose(
     report: report of the records' scan; None scans them here.
     training: True for training, False for evaluation.
   """
-  if config.pad_to != "longest":
+  if config.pad_to == "max_length":
     return None
   if report is None:
     report = scan(source, getattr(config.data, "scan_limit", None))
@@ -41,9 +42,14 @@ def choose(
     )
     prompts = dataclasses.replace(report, lengths={"prompt": report.lengths["prompt"]})
     return Widths(layout=widths.bounded(limits, prompts, shards))
-  sizes = config.training
-  rows = sizes.global_batch_size if training else sizes.eval_rows
-  return widths.choose(source.layout, report, rows, shards)
+  sizes, layout = config.training, source.layout
+  rows, batches = sizes.eval_rows, 1
+  if training:
+    rows, batches = sizes.micro_rows, sizes.micro_batches
+  if config.pad_to == "shared" and isinstance(layout, OneRow):
+    row_unit = mesh_axes.data_shards(config.mesh)
+    return widths.share(layout, report, rows, batches, shards, row_unit)
+  return widths.choose(layout, report, rows * batches, shards)
 
 
 def _shards(mesh: Mapping[str, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import pathlib
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+BOOL = "true|false"  # placeholder in help
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Types of a value -> (name in the JSON Schema, name in messages).
@@ -20,6 +22,7 @@ _SCALARS = {
   bool: ("boolean", "true or false"),
   int: ("integer", "a whole number"),
   float: ("number", "a number"),
+  pathlib.Path: ("string", "a path"),
   type(None): ("null", "null"),
 }
 _LISTS = (tuple, collections.abc.Sequence)
@@ -82,6 +85,12 @@ def section_of(hint: Any) -> type | Choice | None:
   return next((m for m in _members(hint) if _is_section(m)), None)
 
 
+def item_of(hint: Any) -> Any:
+  """Returns the type of the items of a list; None for other types."""
+  lists = (one for one in options(hint) if typing.get_origin(one) in _LISTS)
+  return next((typing.get_args(one)[0] for one in lists), None)
+
+
 def is_open(hint: Any) -> bool:
   """Returns True for a mapping with free keys."""
   return any(typing.get_origin(option) in _MAPPINGS for option in options(hint))
@@ -126,6 +135,8 @@ def plain(value: Any) -> Any:
     return {key: plain(entry) for key, entry in value.items()}
   if isinstance(value, list | tuple):
     return [plain(entry) for entry in value]
+  if isinstance(value, pathlib.Path):
+    return str(value)
   if isinstance(value, np.dtype | type):
     return jnp.dtype(value).name
   return value
@@ -150,6 +161,19 @@ def json_type(hint: Any) -> dict[str, Any]:
   """Returns the JSON Schema of a type."""
   schemas = [_json_type(option) for option in options(hint)]
   return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def placeholder(hint: Any) -> str:
+  """Returns a placeholder of a value in help: N, TEXT, a|b."""
+  schema = json_type(hint)
+  one = schema.get("anyOf", [schema])[0]
+  if "enum" in one:
+    return "|".join(one["enum"])
+  if pathlib.Path in options(hint):
+    return "PATH"
+  names = {"integer": "N", "number": "NUMBER", "boolean": BOOL}
+  more = {"array": "[LIST]", "object": "{MAPPING}", "string": "TEXT"}
+  return (names | more)[one["type"]]
 
 
 def _members(hint: Any) -> list[Any]:
@@ -192,6 +216,9 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     return value is None, None
   if isinstance(value, bool) and option is not bool:
     return False, None
+  if option is pathlib.Path:
+    is_text = isinstance(value, str)
+    return is_text, pathlib.Path(value).expanduser() if is_text else None
   if option is float and isinstance(value, int):
     return True, float(value)
   return isinstance(value, option), value

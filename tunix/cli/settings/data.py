@@ -46,9 +46,11 @@ class DataSettings:
       at most four lengths. These are chosen from the lengths that the scan saw; if it
       did not see all records, there is one, data.max_length. Prompts with completions
       have one length each; prompts of rollouts have the length of the longest one.
-      max_length pads every row to the limits. It changes memory, speed and last bits,
-      not results. null: longest. Rows of data.packing and data.length_buckets, prompts
-      of environments and rows for distill.cache have lengths of their own.
+      shared is longest, and short records of a batch share rows if that saves a third
+      of the tokens; each attends only to itself. max_length pads every row to the
+      limits. It changes memory, speed and last bits, not results. null: shared. Rows of
+      data.packing and data.length_buckets, prompts of environments and rows for
+      distill.cache have lengths of their own.
   """
 
   train: tuple[str, ...] | str | None = setting(
@@ -64,7 +66,7 @@ class DataSettings:
   overlong: Literal["error", "truncate", "drop"] = "error"
   chat: bool | None = None
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
-  pad_to: Literal["longest", "max_length"] | None = None
+  pad_to: Literal["shared", "longest", "max_length"] | None = None
 
   def __post_init__(self):
     checks.fields(self, num_epochs=checks.COUNT)
@@ -140,9 +142,9 @@ class RowSettings(StreamSettings):
   """The records, and how they become rows.
 
   Attributes:
-    max_length: maximum number of tokens of a row: a prompt with its answer, or several
-      of them with data.packing. In preference jobs half of the row is for the prompt,
-      unless preference.max_prompt_length is set.
+    max_length: maximum number of tokens of a record, a prompt with its answer; with
+      data.packing of a row of several records. In preference jobs half of it is for the
+      prompt, unless preference.max_prompt_length is set.
     packing: puts several examples into a row; each attends only to itself.
     length_buckets: row lengths below data.max_length, ascending. A row has the shortest
       of these lengths that holds its record, all rows of a batch have one length, and
@@ -163,11 +165,11 @@ class RowSettings(StreamSettings):
         f"length_buckets is {list(self.length_buckets)} and data.packing is true, "
         "which fills rows already. Leave one of them out"
       )
-    if self.pad_to == "longest" and not self.is_padded:
+    if self.pad_to in ("shared", "longest") and not self.is_padded:
       other = "packing" if self.packing else "length_buckets"
       raise ValueError(
-        f"pad_to is 'longest' and data.{other} is set, which has row lengths of its "
-        "own. Leave one of them out"
+        f"pad_to is {self.pad_to!r} and data.{other} is set, which has row lengths of "
+        "its own. Leave one of them out"
       )
 
   @property

@@ -195,6 +195,19 @@ def naming(config: Any) -> Iterator[None]:
     raise ValueError(f"{section}.{error}" if section else str(error)) from error
 
 
+def sentence(text: str) -> str:
+  """Returns a sentence with YAML's names of values, a capital and a full stop.
+
+  The first word keeps its lower case if it is a value, as in "null: ...".
+  """
+  for ours, theirs in (("None", "null"), ("True", "true"), ("False", "false")):
+    text = re.sub(rf"\b{ours}\b", theirs, text)
+  text = text.replace("`", "")
+  if not re.match(r"[a-z]\w*[:_(]", text):
+    text = f"{text[:1].upper()}{text[1:]}"
+  return text if text.endswith(".") else f"{text}."
+
+
 def _default(field: dataclasses.Field) -> Any:
   if (value := facts_of(field).in_command) is not None:
     return value

@@ -22,6 +22,14 @@ def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
   return tuple(axis for axis in DATA_AXES if axis in mesh)
 
 
+def data_shards(mesh: dict[str, int]) -> int:
+  """Returns the number of shards of a batch; -1 is what the other axes leave."""
+  sizes = [mesh[axis] for axis in data_axes(mesh)]
+  if -1 not in sizes:
+    return math.prod(sizes)
+  return jax.device_count() // max(1, -math.prod(mesh.values())) * -math.prod(sizes)
+
+
 def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
   """Refuses unknown axes, and batches that the data axes do not divide.
 

@@ -422,7 +422,7 @@ class RunSettings(abc.ABC):
   @property
   def pad_to(self) -> str:
     """The value of data.pad_to, with null resolved."""
-    return self.data.pad_to or ("longest" if self.follows_lengths else "max_length")
+    return self.data.pad_to or ("shared" if self.follows_lengths else "max_length")
 
   @property
   def rollout_axes(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tunix.cli.settings.convert import describe
+from tunix.cli.settings.convert import Argument, describe
 from tunix.utils import text_files
 
 BASE_NAME = "base_config.yaml"
@@ -80,6 +80,14 @@ def parse(text: str, origin: str) -> Any:
     raise ValueError(f"{where}: invalid YAML ({problem}): correct that line") from error
   _check_aliases(value, origin)
   return value
+
+
+def argument(text: str) -> Argument:
+  """Returns a value of the command line; invalid YAML ("a: b: c") is a text."""
+  try:
+    return Argument(parse(text, "an argument"), text)
+  except ValueError:
+    return Argument(text, text)
 
 
 _MOST_VALUES = 1_000_000

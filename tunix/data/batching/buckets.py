@@ -70,31 +70,70 @@ def batch_steps(
   pad_id: int,
   first: int,
   count: int,
+  shared_rows: int | None = None,
 ) -> grain.IterDataset:
   """Returns batches in the form of `OneRow.stack`, int32 [count, W].
 
-  W is one of `widths` or `max_length`, the same for all batches of a step.
+  W is one of `widths` or the widest row, the same for all batches of a step. The widest
+  row is `max_length`, and with shared rows the one with which any records fit.
 
   Args:
     stream: elements {"input_tokens", "input_mask"} of at most `max_length` tokens.
-    widths: ascending lengths of rows; `max_length` is always the last.
-    batch_size: rows of a batch over all processes.
+    widths: ascending lengths of rows, at most the widest.
+    batch_size: records of a batch over all processes.
     batches_per_step: batches of a step.
-    max_length: tokens of the longest row.
+    max_length: tokens of the longest record.
     pad_id: token id of padding.
     first, count: range of rows of this process.
+    shared_rows: rows of a batch over all processes; None: one for each record.
 
   Raises:
-    ValueError: the widths do not ascend, or are not from 2 to `max_length`.
+    ValueError: the widths do not ascend, or are not from 2 to the widest row.
   """
   checks.number("batches_per_step", batches_per_step, checks.COUNT, whole=True)
-  rows.check_lengths("widths", widths, max_length)
-  every = [width for width in widths if width < max_length] + [max_length]
-  cut_step = _CutStep(_Stack(every, pad_id, first, count), batch_size, batches_per_step)
+  number = batch_size if shared_rows is None else shared_rows
+  widest = widest_row(max_length, batch_size, number)
+  rows.check_lengths("widths", widths, widest)
+  every = [width for width in widths if width < widest] + [widest]
+  stack = _Stack(every, pad_id, first, count)
+  cut_step = _CutStep(stack, batch_size, batches_per_step, number)
   steps = stream.batch(
     batch_size * batches_per_step, drop_remainder=False, batch_fn=list
   )
   return FlatMapIterDataset(steps, cut_step)
+
+
+def widest_row(max_length: int, batch_size: int, shared_rows: int) -> int:
+  """Returns the tokens of a row with which any records fit into shared rows.
+
+  A record that fits no row finds a multiple of `max_length` less its own tokens in each
+  of them, so that the rows hold as many records as the batch has.
+  """
+  return max_length * -(-batch_size // shared_rows)
+
+
+def first_fit(
+  tokens: Sequence[int], number: int, length: int
+) -> list[list[int]] | None:
+  """Assigns records to rows, the longest first, each to the first row with enough room.
+
+  Args:
+    tokens: tokens of the records.
+    number: number of rows.
+    length: tokens of a row.
+
+  Returns:
+    Indices of records, ascending, for each row that has some; None: they do not fit.
+  """
+  taken, members = [0] * number, [[] for _ in range(number)]
+  for index in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+    count = tokens[index]
+    row = next((r for r in range(number) if taken[r] + count <= length), None)
+    if row is None:
+      return None
+    taken[row] += count
+    members[row].append(index)
+  return [sorted(row) for row in members if row]
 
 
 def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -138,11 +177,13 @@ class _Stack:
   def __call__(self, elements: Sequence[Row], longest: int) -> Row:
     """Returns a batch whose rows hold `longest` tokens."""
     length = self.lengths[bisect.bisect_left(self.lengths, longest)]
-    padded = [
-      rows.pad_row(element, max_length=length, pad_id=self._pad_id)
-      for element in elements
-    ]
-    return OneRow(max_length=length).stack(padded, **self._part)
+    return self.joined([[element] for element in elements], length)
+
+  def joined(self, groups: Sequence[Sequence[Row]], length: int) -> Row:
+    """Returns a batch whose rows hold a group of elements each."""
+    options = {"max_length": length, "pad_id": self._pad_id}
+    joined = [rows.join_row(group, **options) for group in groups]
+    return OneRow(max_length=length).stack(joined, **self._part)
 
 
 class _Cut(grain.experimental.FlatMapTransform):
@@ -164,13 +205,29 @@ class _Cut(grain.experimental.FlatMapTransform):
 class _CutStep(grain.experimental.FlatMapTransform):
   """Maps the elements of a step to its batches, in their order."""
 
-  def __init__(self, stack: _Stack, batch_size: int, batches_per_step: int):
-    self._stack, self._size = stack, batch_size
+  def __init__(
+    self, stack: _Stack, batch_size: int, batches_per_step: int, number: int
+  ):
+    self._stack, self._size, self._number = stack, batch_size, number
     self.max_fan_out = batches_per_step
 
   def flat_map(self, element: list[Row]) -> list[Row]:
-    longest = max(len(row["input_tokens"]) for row in element)
-    return [
-      self._stack(element[start : start + self._size], longest)
-      for start in range(0, len(element), self._size)
-    ]
+    starts = range(0, len(element), self._size)
+    batches = [element[start : start + self._size] for start in starts]
+    tokens = [[len(row["input_tokens"]) for row in batch] for batch in batches]
+    longest = max(map(max, tokens))
+    for length in self._stack.lengths[
+      bisect.bisect_left(self._stack.lengths, longest) :
+    ]:
+      groups = [self._groups(counts, length) for counts in tokens]
+      if all(group is not None for group in groups):
+        return [
+          self._stack.joined([[batch[i] for i in row] for row in group or ()], length)
+          for batch, group in zip(batches, groups)
+        ]
+    raise AssertionError("the widest row holds any records")
+
+  def _groups(self, tokens: Sequence[int], length: int) -> list[list[int]] | None:
+    if self._number == self._size:  # a record keeps its row
+      return [[index] for index in range(len(tokens))]
+    return first_fit(tokens, self._number, length)

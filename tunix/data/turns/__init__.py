@@ -1,1 +1,1 @@
-"""Where the turns of a rendered conversation begin and end."""
+"""Turns of a rendered conversation, where they begin and end."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tunix.data.turns.payloads import THOUGHT_KEYS, Message
 from tunix.data.turns.turn_ends import Renderer
-from tunix.generate.answers.tool_calls import (
+from tunix.generate.answers.reasoning import (
   CLOSE_THINK,
   OPEN_THINK,
   THINK_MARKS,

@@ -12,7 +12,7 @@ import json
 import re
 
 from tunix.generate.answers.json_calls import Calls, json_object
-from tunix.generate.answers.marked_calls import MarkedReader, Marks
+from tunix.generate.answers.marked_calls import Marks
 
 GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_MARKS = (GEMMA_CALL, GEMMA_END, GEMMA_QUOTE)
@@ -23,17 +23,11 @@ _CALL = re.compile(r"\s*call:([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
 _KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
 
 
-def gemma4_reader() -> MarkedReader:
-  """Returns the reader of Gemma 4's calls."""
-  is_open = lambda body: body.count(GEMMA_QUOTE) % 2 == 1
-  return MarkedReader(Marks(GEMMA_CALL, GEMMA_END, _read, is_open))
-
-
 def _read(body: str) -> tuple[Calls, str] | None:
   """Returns name and arguments of the call; None if it is unreadable."""
-  found = _CALL.fullmatch(body)
-  arguments = json_object(_as_json(found[2])) if found else None
-  return None if found is None or arguments is None else ([(found[1], arguments)], "")
+  call = _CALL.fullmatch(body)
+  arguments = json_object(_as_json(call[2])) if call else None
+  return None if call is None or arguments is None else ([(call[1], arguments)], "")
 
 
 def _as_json(text: str) -> str:
@@ -47,5 +41,11 @@ def _as_json(text: str) -> str:
   return "".join(parts)
 
 
-def _quoted(found: re.Match[str]) -> str:
-  return found[1] + json.dumps(found[2]) + found[3]
+def _quoted(key: re.Match[str]) -> str:
+  return key[1] + json.dumps(key[2]) + key[3]
+
+
+GEMMA = Marks(
+  *(GEMMA_CALL, GEMMA_END, _read),
+  is_open=lambda body: body.count(GEMMA_QUOTE) % 2 == 1,
+)

@@ -53,27 +53,28 @@ class HarmonyReader:
     while True:
       if self._is_header and not self._read_header():
         return piece
-      found = self._closing()
-      if found is None:
+      mark = self._closing()
+      if mark is None:
         return piece + self._settled()
-      piece += self._closed(found)
+      piece += self._finish(mark)
 
   def end(self) -> Piece:
     piece = Piece()
     while not self._is_header and json_object(self._text) is None:
       # A text without an end, or with many marks inside, hides the mark from `push`.
-      found = _CLOSING.search(self._text, self._value_end())
-      if found is None:
+      mark = _CLOSING.search(self._text, self._value_end())
+      if mark is None:
         break
-      piece += self._closed(found) + self.push("")
+      piece += self._finish(mark) + self.push("")
     return piece + self._last()
 
   def _last(self) -> Piece:
     if self._is_header:
       # A cut-off header is dropped; text that never had one is the answer.
-      text = self._text if self._is_first and not self._looks_like_header() else ""
-      self._text = ""
-      return Piece(content=text)
+      is_text = self._is_first and not self._looks_like_header()
+      text, self._text = self._text, ""
+      malformed = "" if is_text else _recipient_mark(text)
+      return Piece(content=text if is_text else "", malformed=malformed)
     body, self._text = self._text, ""
     return self._message(body)
 
@@ -89,11 +90,11 @@ class HarmonyReader:
     except ValueError:
       return 0
 
-  def _closed(self, found: re.Match[str]) -> Piece:
+  def _finish(self, mark: re.Match[str]) -> Piece:
     """Returns the rest of the message before a mark, and keeps the text after it."""
-    piece = self._message(self._text[: found.start()])
+    piece = self._message(self._text[: mark.start()])
     # <|start|> without the end of the message before it begins the next one.
-    self._text = self._text[found.start() if found[0] == START else found.end() :]
+    self._text = self._text[mark.start() if mark[0] == START else mark.end() :]
     self._is_header, self._header, self._is_first = True, "", False
     return piece
 
@@ -114,31 +115,38 @@ class HarmonyReader:
 
   @property
   def _name(self) -> str | None:
-    found = _RECIPIENT.search(self._header)
-    return None if found is None else found[1]
+    recipient = _RECIPIENT.search(self._header)
+    return None if recipient is None else recipient[1]
 
   def _settled(self) -> Piece:
     """Returns the part of an open message that cannot become a mark."""
     if self._name is not None:
       return Piece()
     held = max(held_back(self._text, mark) for mark in CLOSING)
-    settled = self._text[: len(self._text) - held]
-    self._text = self._text[len(settled) :]
-    return self._said(settled)
+    body = self._text[: len(self._text) - held]
+    self._text = self._text[len(body) :]
+    return self._channel_piece(body)
 
   def _message(self, body: str) -> Piece:
     """Returns the rest of a message that is complete."""
     name = self._name
     if name is None:
-      return self._said(body)
+      return self._channel_piece(body)
     arguments = json_object(body)
     call = None if arguments is None else tool_call(name, arguments)
     if call is None:
-      return Piece(content=f"{self._header}{MESSAGE}{body}")
+      content = f"{self._header}{MESSAGE}{body}"
+      return Piece(content=content, malformed=_recipient_mark(self._header))
     return Piece(calls=(call,))
 
-  def _said(self, text: str) -> Piece:
+  def _channel_piece(self, text: str) -> Piece:
     channel = _CHANNEL_NAME.search(self._header)
     if channel is not None and channel[1] == "analysis":
       return Piece(reasoning=text)
     return Piece(content=text)
+
+
+def _recipient_mark(header: str) -> str:
+  """Returns the recipient of a call as its header shows it; empty without one."""
+  recipient = _RECIPIENT.search(header)
+  return "" if recipient is None else recipient[0]

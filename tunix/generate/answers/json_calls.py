@@ -57,9 +57,9 @@ def read_json(text: str) -> tuple[Any, str]:
 
 def ends_in_text(text: str) -> bool:
   """Returns True if the last JSON object or list of a text ends inside a string."""
-  while found := _OPEN_VALUE.search(text):
+  while opening := _OPEN_VALUE.search(text):
     try:
-      _, text = read_json(text[found.start() :])
+      _, text = read_json(text[opening.start() :])
     except json.JSONDecodeError as error:
       return error.msg.startswith("Unterminated string")
     except ValueError:
@@ -85,10 +85,10 @@ def closing_mark(
     read: returns None for the text of a call that is unreadable.
   """
   first = None
-  for found in islice(marks, _MOST_INSIDE):
-    first, body = first or found, text[: found.start()]
+  for mark in islice(marks, _MOST_INSIDE):
+    first, body = first or mark, text[: mark.start()]
     if not is_open(body):
-      return found if found is first or read(body) is not None else first
+      return mark if mark is first or read(body) is not None else first
   return None
 
 

@@ -78,8 +78,8 @@ class MarkedReader:
   def push(self, text: str) -> Piece:
     self._text += text
     piece = Piece()
-    while (found := self._first()) is not None:
-      before, marks, rest = found
+    while (block := self._first()) is not None:
+      before, marks, rest = block
       closings = re.finditer(re.escape(marks.closing), rest) if marks.closing else ()
       close = closing_mark(closings, rest, marks.is_open, marks.read)
       if close is None:
@@ -90,8 +90,8 @@ class MarkedReader:
 
   def end(self) -> Piece:
     piece = Piece()
-    while (found := self._first()) is not None:
-      before, marks, body = found
+    while (block := self._first()) is not None:
+      before, marks, body = block
       close = after = ""
       if marks.closing is not None and marks.read(body) is None:
         # A value without an end hides the closing mark.
@@ -102,33 +102,34 @@ class MarkedReader:
 
   def _first(self) -> tuple[str, Marks, str] | None:
     """Returns (text before, marks, text after) of the first opening mark."""
-    found = [(self._text.find(x.opening), x) for x in self._marks]
-    found = [(at, x) for at, x in found if at >= 0]
-    if not found:
+    places = [(self._text.find(x.opening), x) for x in self._marks]
+    places = [(at, x) for at, x in places if at >= 0]
+    if not places:
       return None
-    at, marks = min(found, key=lambda pair: pair[0])
+    at, marks = min(places, key=lambda pair: pair[0])
     return self._text[:at], marks, self._text[at + len(marks.opening) :]
 
   def _settled(self) -> Piece:
     held = max(held_back(self._text, marks.opening) for marks in self._marks)
-    shown = self._text[: len(self._text) - held].rstrip()
-    self._text = self._text[len(shown) :]
-    return Piece(content=shown)
+    content = self._text[: len(self._text) - held].rstrip()
+    self._text = self._text[len(content) :]
+    return Piece(content=content)
 
   def _block(
     self, before: str, marks: Marks, body: str, close: str, after: str
   ) -> Piece:
     """Returns the calls of a block, or its text, and keeps the text after it."""
-    found, rest = marks.read(body) or ([], "")
-    calls = [tool_call(name, arguments, marks.new_id) for name, arguments in found]
+    pairs, rest = marks.read(body) or ([], "")
+    calls = [tool_call(name, arguments, marks.new_id) for name, arguments in pairs]
     if not calls or None in calls:
       # The mark may stand in prose or lack its end, and a call may begin after it.
       starts = [at for x in self._marks if (at := body.find(x.opening)) >= 0]
       self._searched += bool(starts)
       is_searched = starts and self._searched <= _MOST_SEARCHED
-      kept = body[: min(starts)].rstrip() if is_searched else body + close
-      self._text = (body + close)[len(kept) :] + after
-      return Piece(content=f"{before}{marks.opening}{kept}")
+      text = body[: min(starts)].rstrip() if is_searched else body + close
+      self._text = (body + close)[len(text) :] + after
+      content = f"{before}{marks.opening}{text}"
+      return Piece(content=content, malformed=marks.opening)
     if marks.closing and not close:  # behind more marks than were looked at
       rest, close, after = rest.partition(marks.closing)
     if any(x.opening in rest for x in self._marks):  # no closing mark between calls
@@ -137,22 +138,12 @@ class MarkedReader:
     return Piece(content=before.rstrip(), calls=tuple(filter(None, calls)))
 
 
-def hermes_reader() -> MarkedReader:
-  """Returns the reader of calls in JSON between <tool_call> tags."""
-
-  def read(body: str) -> tuple[Calls, str] | None:
-    calls: Calls = []
-    while found := json_calls(body):  # some models write several calls in a block
-      calls, body = calls + found[0], found[1]
-    return (calls, body) if calls else None
-
-  return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read))
-
-
-def mistral_reader() -> MarkedReader:
-  """Returns the reader of Mistral's calls."""
-  read = lambda body: json_calls(body) or _mistral_call(body)
-  return MarkedReader(Marks(MISTRAL_CALLS, None, read, new_id=short_call_id))
+def _several(body: str) -> tuple[Calls, str] | None:
+  """Reads values of JSON one after the other, which some models write in a block."""
+  calls: Calls = []
+  while block := json_calls(body):
+    calls, body = calls + block[0], block[1]
+  return (calls, body) if calls else None
 
 
 _MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?")
@@ -160,44 +151,20 @@ _MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\
 
 def _mistral_call(body: str) -> tuple[Calls, str] | None:
   """Reads name[CALL_ID]id[ARGS]{...}; the id and both marks may be missing."""
-  found = _MISTRAL_CALL.match(body)
+  start = _MISTRAL_CALL.match(body)
   try:
-    arguments, rest = read_json(body[found.end() :]) if found else (None, "")
+    arguments, rest = read_json(body[start.end() :]) if start else (None, "")
   except ValueError:
     return None
-  if found is None or not isinstance(arguments, dict):
+  if start is None or not isinstance(arguments, dict):
     return None
-  return [(found[1], arguments)], rest
+  return [(start[1], arguments)], rest
 
 
 def short_call_id() -> str:
   """Returns nine letters and digits; Mistral's templates refuse other ids."""
   letters = string.ascii_letters + string.digits
   return "".join(secrets.choice(letters) for _ in range(9))
-
-
-def granite_reader() -> MarkedReader:
-  """Returns the reader of Granite 3, whose calls are a list in JSON."""
-  return MarkedReader(Marks(GRANITE_CALLS, GRANITE_END, json_calls))
-
-
-def phi4_mini_reader() -> MarkedReader:
-  """Returns the reader of Phi 4 mini, whose calls are a list in JSON."""
-  return MarkedReader(
-    Marks(GRANITE_CALLS, GRANITE_END, json_calls),
-    Marks(PHI_CALLS, None, lambda body: json_calls("[{" + body)),
-  )
-
-
-def olmo3_reader() -> MarkedReader:
-  """Returns the reader of OLMo 3, whose calls are lines in Python's syntax."""
-  return MarkedReader(Marks(OLMO_CALLS, OLMO_END, _python_calls, _ends_in_python_text))
-
-
-def smollm3_code_reader() -> MarkedReader:
-  """Returns the reader of SmolLM3's Python code; it may print the calls."""
-  read = lambda body: _python_calls(body, prints=True)
-  return MarkedReader(Marks(CODE, CODE_END, read, _ends_in_python_text))
 
 
 def _ends_in_python_text(body: str) -> bool:
@@ -253,3 +220,17 @@ class _Json(ast.NodeTransformer):
     if node.id not in _JSON_NAMES:
       return node
     return ast.copy_location(ast.Constant(_JSON_NAMES[node.id]), node)
+
+
+HERMES = Marks(OPEN_CALL, CLOSE_CALL, _several)
+MISTRAL = Marks(
+  *(MISTRAL_CALLS, None, lambda body: json_calls(body) or _mistral_call(body)),
+  new_id=short_call_id,
+)
+GRANITE = Marks(GRANITE_CALLS, GRANITE_END, json_calls)
+PHI = Marks(PHI_CALLS, None, lambda body: json_calls("[{" + body))
+OLMO = Marks(OLMO_CALLS, OLMO_END, _python_calls, _ends_in_python_text)
+SMOLLM3_CODE = Marks(
+  *(CODE, CODE_END, lambda body: _python_calls(body, prints=True)),
+  is_open=_ends_in_python_text,
+)

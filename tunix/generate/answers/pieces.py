@@ -30,25 +30,33 @@ class Piece:
     reasoning: text between <think> and </think>.
     content: text of the answer.
     calls: calls of tools.
+    malformed: opening mark of a call that could not be read and is a part of `content`;
+      empty if there is none.
   """
 
   reasoning: str = ""
   content: str = ""
   calls: tuple[ToolCall, ...] = ()
+  malformed: str = ""
 
   def __add__(self, other: Piece) -> Piece:
     return Piece(
       reasoning=self.reasoning + other.reasoning,
       content=self.content + other.content,
       calls=self.calls + other.calls,
+      malformed=self.malformed or other.malformed,
     )
 
   def __bool__(self) -> bool:
-    return bool(self.reasoning or self.content or self.calls)
+    return bool(self.reasoning or self.content or self.calls or self.malformed)
 
 
 class Reader(Protocol):
-  """A reader of growing text."""
+  """A reader of growing text.
+
+  It returns the part that no further text can change. Text that may become a tag is
+  held back. The pieces of a stream, joined, equal the result for the whole text.
+  """
 
   def push(self, text: str) -> Piece:
     """Takes new text and returns the settled part."""

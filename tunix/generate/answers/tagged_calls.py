@@ -36,6 +36,8 @@ from tunix.generate.answers.marked_calls import (
 )
 
 QWEN_FUNCTION, GLM_KEY = "<function=", "<arg_key>"
+QWEN_MARKS = (OPEN_CALL, CLOSE_CALL)
+GLM_MARKS = (*QWEN_MARKS, GLM_KEY, "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def _special(words: str) -> str:
@@ -70,7 +72,7 @@ _DEEPSEEK_CALL = re.compile(
 
 
 def qwen3_coder_reader(tools: Collection[str]) -> MarkedReader:
-  """Returns the reader of Qwen3-Coder, see `tool_calls.tool_reader`.
+  """Returns the reader of Qwen3-Coder, see `formats.Tools`.
 
   The models sometimes leave out <tool_call> before <function=name>.
   """
@@ -89,7 +91,7 @@ def qwen3_coder_reader(tools: Collection[str]) -> MarkedReader:
 
 
 def glm4_reader(tools: Collection[str]) -> MarkedReader:
-  """Returns the reader of GLM-4.5 and later, see `tool_calls.tool_reader`."""
+  """Returns the reader of GLM-4.5 and later, see `formats.Tools`."""
 
   def read(body: str) -> tuple[Calls, str] | None:
     name, texts, rest = _named_pairs(_NAME, _PAIR, body)
@@ -99,39 +101,37 @@ def glm4_reader(tools: Collection[str]) -> MarkedReader:
   return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read, is_open))
 
 
-def deepseek_v3_reader() -> MarkedReader:
-  """Returns the reader of DeepSeek-V3 and V3.1."""
-  return MarkedReader(Marks(DEEPSEEK_CALLS, DEEPSEEK_END, _deepseek_calls))
-
-
 def _deepseek_calls(body: str) -> tuple[Calls, str] | None:
   calls: Calls = []
   matches, rest = _in_order(_DEEPSEEK_CALL, body)
-  for found in matches:
-    name, arguments = found[1] or found[3], json_object(found[2] or found[4])
+  for call in matches:
+    name, arguments = call[1] or call[3], json_object(call[2] or call[4])
     if arguments is None:
       return None
     calls.append((name.strip(), arguments))
   return None if rest else (calls, "")
 
 
+DEEPSEEK = Marks(DEEPSEEK_CALLS, DEEPSEEK_END, _deepseek_calls)  # V3 and V3.1
+
+
 def _named_pairs(
   head: re.Pattern[str], pair: re.Pattern[str], body: str
 ) -> tuple[str | None, list[tuple[str, str]], str]:
   """Returns the name that a head has, the pairs after it, and the text after them."""
-  found = head.match(body)
-  if found is None:
+  start = head.match(body)
+  if start is None:
     return None, [], body
-  matches, rest = _in_order(pair, body[found.end() :])
-  return found[1], [(match[1].strip(), match[2]) for match in matches], rest
+  matches, rest = _in_order(pair, body[start.end() :])
+  return start[1], [(match[1].strip(), match[2]) for match in matches], rest
 
 
 def _in_order(pattern: re.Pattern[str], text: str) -> tuple[list[re.Match[str]], str]:
   """Returns the matches at the start of a text, one after the other, and the rest."""
   matches, at = [], 0
-  while found := pattern.match(text, at):
-    matches.append(found)
-    at = found.end()
+  while match := pattern.match(text, at):
+    matches.append(match)
+    at = match.end()
   return matches, text[at:]
 
 
@@ -155,7 +155,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _joined(schema: Any, root: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
-  """Yields a schema and those that it includes by `allOf` and local `$ref`.
+  """Yields a schema and the schemas that it includes by `allOf` and local `$ref`.
 
   Args:
     schema: the schema.
@@ -184,8 +184,8 @@ def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> set[st
   """
   types: set[str] = set()
   for part in _joined(schema, root, followed) if depth <= 32 else ():
-    named = part.get("type")
-    own = {named} if isinstance(named, str) else set(map(str, _listed(named)))
+    kind = part.get("type")
+    own = {kind} if isinstance(kind, str) else set(map(str, _listed(kind)))
     own |= set(map(_type, _constants(part)))
     for option in _listed(part.get("anyOf") or part.get("oneOf")):
       own |= _types(option, root, followed, depth + 1)
@@ -218,8 +218,8 @@ def _value(text: str, schema: Any, root: Any) -> Any:
   value = _parsed(text)
   is_null = value is None and text.strip() in ("null", "None")
   if "string" in types:
-    listed = [x for part in _joined(schema, root, set()) for x in _constants(part)]
-    is_listed = value in listed and text not in listed
+    values = [x for part in _joined(schema, root, set()) for x in _constants(part)]
+    is_listed = value in values and text not in values
     return value if is_listed or (is_null and "null" in types) else text
   return value if value is not None or is_null else text
 

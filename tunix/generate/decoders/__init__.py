@@ -1,1 +1,1 @@
-"""How a model is called token by token, with a cache or without."""
+"""Decoders: how a model is called token by token, with a cache or without."""

@@ -6,41 +6,30 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from tunix.generate.drawing import stops as stops_lib
+from tunix.generate.drawing import filters as filters_lib
+from tunix.generate.drawing.params import SamplingParams
 from tunix.utils import checks
-
-# Logits are divided by the temperature. A difference of 1e4 becomes 1e14 with 1e-10,
-# and with 1e-38 it would exceed 3e38, the largest float32.
-_LOWEST_TEMPERATURE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(SamplingParams):
   """The options of one call; `BaseSampler.__call__` describes each of them.
 
   Raises:
-    TypeError: a number or a stop string has another type.
-    ValueError: a number is out of range, or two options exclude each other.
+    TypeError: see `SamplingParams`.
+    ValueError: see `SamplingParams`; or two options exclude each other.
   """
 
   max_generation_steps: int | Sequence[int]
   max_prompt_length: int | None = None
   echo: bool = False
   return_logits: bool = False
-  eos_tokens: Sequence[int] | None = None
   forbidden_tokens: Sequence[int] | None = None
-  temperature: float = 0.0
-  top_p: float | None = None
-  top_k: int | None = None
   beam_size: int | None = None
-  seed: int | jax.Array | None = None
   pad_output: bool = False
-  min_p: float | None = None
   num_samples: int = 1
-  stop_strings: str | Sequence[str] = ()
   return_logprobs: bool = False
   include_eos: bool = False
   length_penalty: float = 1.0
@@ -50,6 +39,7 @@ class SamplingOptions:
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
+    super().__post_init__()
     steps = np.asarray(self.max_generation_steps)
     if steps.dtype.kind not in "iu" or steps.ndim > 1 or np.any(steps < 1):
       raise ValueError(
@@ -59,34 +49,13 @@ class SamplingOptions:
     checks.fields(
       self,
       num_samples=checks.COUNT,
-      top_k=checks.COUNT,
       beam_size=checks.COUNT,
       max_prompt_length=checks.COUNT,
       first_prompt=checks.NOT_NEGATIVE,
-      temperature=checks.NOT_NEGATIVE,
-      top_p=checks.Range(0, 1, beyond=True),
-      min_p=checks.SHARE,
-      seed=checks.SEED,
-      eos_tokens=checks.NOT_NEGATIVE,
       forbidden_tokens=checks.NOT_NEGATIVE,
     )
-    self._check_draw()
-    stops_lib.check(self.stops)
     self._check_exact()
     self._check_beams()
-
-  def _check_draw(self) -> None:
-    if 0 < self.temperature < _LOWEST_TEMPERATURE:
-      raise ValueError(
-        f"temperature is {self.temperature}, expected 0 (greedy) or at least "
-        f"{_LOWEST_TEMPERATURE:g}: logits overflow when they are divided by less"
-      )
-    if self.temperature == 0 and self.filters:
-      name, value = next(iter(self.filters.items()))
-      raise ValueError(
-        f"{name} is {value}, and at temperature 0 no token is sampled. Raise the "
-        f"temperature, or leave {name} out"
-      )
 
   def _check_exact(self) -> None:
     if not self.exact:
@@ -137,7 +106,7 @@ class SamplingOptions:
       for field in dataclasses.fields(self)
       if not _is_default(getattr(self, field.name), field.default)
     }
-    idle = {"top_k", "top_p", "min_p"} - self.filters.keys()
+    idle = filters_lib.OFF.keys() - self.filters.keys()
     if self.temperature == 0:  # no token is sampled, so these options have no effect
       idle |= {"seed", "first_prompt"}
     return names - idle
@@ -157,19 +126,6 @@ class SamplingOptions:
       raise ValueError(
         f"{sampler} does not honor {' and '.join(refused)}: leave that out, or {remedy}"
       )
-
-  @property
-  def stops(self) -> tuple[str, ...]:
-    """Stop strings as a tuple; one string alone counts as one."""
-    one = isinstance(self.stop_strings, str)
-    return (str(self.stop_strings),) if one else tuple(self.stop_strings)
-
-  @property
-  def filters(self) -> dict[str, float | int]:
-    """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
-    filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-    off = {"top_p": self.top_p is not None and self.top_p >= 1, "min_p": not self.min_p}
-    return {k: v for k, v in filters.items() if v is not None and not off.get(k)}
 
   def limits(self, prompts: int) -> np.ndarray:
     """Returns the largest number of new tokens for the rows of each prompt, int32 [P].

@@ -11,6 +11,7 @@ decode step. The greedy choice in blocks vectorizes; one argmax over the vocabul
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,18 +32,14 @@ class Draw:
     rows: int32 [B], number of each row in the call, for its random keys.
     key: random key of the call.
     temperature: float32 [B], above 0; None: greedy choice.
-    top_k: int32 [B], see `filters.keep`.
-    top_p: float32 [B], see `filters.keep`.
-    min_p: float32 [B], see `filters.keep`.
+    filter_values: values [B] of the filters that are used, by name; see `filters.keep`.
     forbidden: int32 [F], ids that are never chosen, padded by `batching.id_list`.
   """
 
   rows: Leaf
   key: Leaf
   temperature: Leaf | None = None
-  top_k: Leaf | None = None
-  top_p: Leaf | None = None
-  min_p: Leaf | None = None
+  filter_values: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
   forbidden: Leaf | None = None
 
 
@@ -64,12 +61,7 @@ def choose(
     logits = forbid(logits, draw.forbidden)
   if draw.temperature is None:
     return greedy(logits), None
-  scaled = filters.keep(
-    scale(logits, draw.temperature),
-    top_k=draw.top_k,
-    top_p=draw.top_p,
-    min_p=draw.min_p,
-  )
+  scaled = filters.keep(scale(logits, draw.temperature), **draw.filter_values)
   return sample(row_keys(draw.key, draw.rows, positions), scaled), scaled
 
 

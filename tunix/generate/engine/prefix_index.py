@@ -89,8 +89,8 @@ def choose(lengths: Mapping[int, int], loads: Mapping[int, int], most: int) -> i
   Args:
     lengths: length of the known prefix of each member.
     loads: load of each member.
-    most: load above which a member is not chosen for its prefix: to prefill again then
-      takes less time than to wait. At least the least load.
+    most: largest load of a member that can be chosen. A member with more would make the
+      request wait longer than a prefill on another one takes. At least the least load.
   """
   able = [m for m in loads if loads[m] <= most]
   return min(able, key=lambda m: (-lengths[m], loads[m], m))

@@ -7,12 +7,11 @@ import math
 import numbers
 import queue
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-import jax
 import numpy as np
 
-from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.drawing.params import SamplingParams
 from tunix.utils import checks
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
@@ -39,22 +38,20 @@ class Constraint(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineRequest:
-  """One prompt and the rules of its completions.
+class EngineRequest(SamplingParams):
+  """One prompt and the rules of its completions, see `SamplingParams`.
+
+  `EngineRequest.of(params, prompt=..., max_tokens=...)` takes the rules of an object.
+  A completion depends on the seed and its number, and not on other requests.
 
   Attributes:
     prompt: int32 [T], ids of the prompt; at least one.
     max_tokens: largest number of new tokens of a completion, its end-of-sequence token
       included.
     num_samples: number of completions. They share the prefill of the prompt.
-    temperature: 0 takes the most likely token; above 0 tokens are sampled.
-    top_k, top_p, min_p: filters, see `filters.keep`; None: off.
-    seed: an int, or a jax.random key; None: the engine chooses one. A completion
-      depends on the seed and its number, and not on other requests.
     first_row: number of the first completion under the seed, so that several requests
       with one seed can differ.
-    stop_ids: ids that end a completion; None: those of the engine's tokenizer.
-    stop_strings: texts that end a completion.
+    stop_ids: the rule `eos_tokens` under the name that it has in a request.
     logit_bias: number that is added to the logit of each id; -inf forbids an id.
     logprobs: return the log-probabilities of the chosen tokens.
     top_logprobs: number of most likely tokens whose log-probabilities are returned
@@ -67,21 +64,18 @@ class EngineRequest:
     id: name of the request in messages; None: the engine chooses one.
 
   Raises:
-    TypeError: a number or a stop string has another type.
+    TypeError: see `SamplingParams`.
     ValueError: the prompt is empty, or a number is out of range.
   """
+
+  _keywords: ClassVar = {"eos_tokens": "stop_ids"}
 
   prompt: np.ndarray
   max_tokens: int
   num_samples: int = 1
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  seed: int | jax.Array | None = None
   first_row: int = 0
   stop_ids: Sequence[int] | None = None
-  stop_strings: Sequence[str] = ()
+  eos_tokens: Sequence[int] | None = dataclasses.field(init=False, default=None)
   logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
   logprobs: bool = False
   top_logprobs: int = 0
@@ -92,6 +86,7 @@ class EngineRequest:
   id: str | None = None
 
   def __post_init__(self):
+    super().__post_init__()
     prompt = np.asarray(self.prompt)
     if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
       raise ValueError(
@@ -107,11 +102,10 @@ class EngineRequest:
     checks.fields(
       self,
       max_tokens=checks.COUNT,
+      num_samples=checks.COUNT,
       first_row=checks.NOT_NEGATIVE,
       top_logprobs=checks.NOT_NEGATIVE,
     )
-    # The rest is checked as a call of a sampler checks it.
-    self.sampling_options()
     if self.first_row > _INT32 - self.num_samples:
       raise ValueError(
         f"first_row is {self.first_row}, expected at most {_INT32 - self.num_samples}: "
@@ -134,22 +128,6 @@ class EngineRequest:
           f"logit_bias[{id}] is {value}: it must be a finite number, or -inf to forbid "
           "the id"
         )
-
-  def sampling_options(self) -> SamplingOptions:
-    """Returns the same rules as options of a sampler's call."""
-    return SamplingOptions(
-      max_generation_steps=self.max_tokens,
-      num_samples=self.num_samples,
-      temperature=self.temperature,
-      top_k=self.top_k,
-      top_p=self.top_p,
-      min_p=self.min_p,
-      seed=self.seed,
-      eos_tokens=self.stop_ids,
-      stop_strings=self.stop_strings,
-      return_logprobs=self.logprobs,
-      include_eos=True,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

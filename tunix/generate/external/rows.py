@@ -54,6 +54,23 @@ def weights_folder(
     yield folder
 
 
+def filter_values(
+  options: SamplingOptions, sampler: str, **off: float
+) -> dict[str, float]:
+  """Returns the values of the filters of an engine, by name.
+
+  Args:
+    options: options of the call.
+    sampler: name of the sampler in messages.
+    **off: filters that the engine has, with the values that switch them off.
+
+  Raises:
+    ValueError: the call uses a filter that the engine does not have.
+  """
+  options.refuse(options.filters.keys() - off, sampler, "choose another sampler")
+  return {**off, **options.filters}
+
+
 def check_engine_options(options: SamplingOptions, reserved: Iterable[str]) -> None:
   """Refuses engine options that the sampler itself writes into a request.
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.generate.decoders import decoders, layout
 from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.drawing import filters
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.padded import decode
 from tunix.generate.sizes import batching, capacity
@@ -259,18 +260,19 @@ def _planned_key(make: Callable[[], jax.Array], mesh: Mesh | None) -> Any:
 def _draw(
   options: SamplingOptions, rows: int, vocab_size: int | None, key: jax.Array
 ) -> decode.Draw:
-  """Returns the choice of tokens for all rows; unused filters are None."""
+  """Returns the choice of tokens for all rows."""
   is_greedy = options.temperature == 0
   first = options.first_prompt * options.num_samples
-  rules = {} if is_greedy else {"temperature": options.temperature, **options.filters}
+  # One value per row, as an array argument: a new value compiles no new program.
+  each = lambda value, kind: np.full(rows, value, kind)
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=key,
     forbidden=forbidden(options.forbidden_tokens, vocab_size),
-    # One value per row, as an array argument: a new value compiles no new program.
-    **{
-      name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
-      for name, value in rules.items()
+    temperature=None if is_greedy else each(options.temperature, np.float32),
+    filter_values={
+      name: each(value, filters.OFF[name].dtype)
+      for name, value in options.filters.items()
     },
   )
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from tunix.rl.env import threads
 from tunix.rl.env.env import EnvError
-from tunix.rl.reward.outcomes import describe
+from tunix.sandbox.errors import describe
 
 Id = tuple[str, int]  # kind of the call, and number of its episode or group
 _AFTER = ("group", "close", "cleanup")  # kinds of calls after an episode

@@ -1,9 +1,9 @@
-"""The tokens of one episode: what was drawn is never decoded and encoded again.
+"""The tokens of one episode. Ids that were drawn are never decoded and encoded again.
 
-The prompt of an action is the prompt of the one before, the ids that were drawn, and
-the ids of the new messages (`Bridge`). Chat templates show only whole conversations, so
-the text of the new messages is what a rendering has more than the rendering that ends
-with the answer before them.
+Each prompt is a list of ids in three parts: the prompt before it, the ids that the
+policy drew, and the ids of the new messages. A chat template renders only whole
+conversations. The text of the new messages is therefore cut out of a rendering: it is
+the text after the last answer.
 
 Some templates print an earlier answer differently once messages follow it, for example
 without its reasoning. The setting `history` decides what the next action then reads:
@@ -15,6 +15,7 @@ without its reasoning. The setting `history` decides what the next action then r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -22,7 +23,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.data.chat import TEMPLATE_DATE
-from tunix.generate.answers import tool_calls
+from tunix.generate.answer_reader import AnswerReader
+from tunix.generate.answers.formats import format_for
+from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
@@ -58,14 +61,15 @@ class Conversation:
     history: History = "split",
   ):
     self._tokenizer, self._tools = tokenizer, list(tools) or None
+    self._schemas = dict(map(_schema, tools))
+    self._format = format_for(tokenizer.chat_template, self._schemas)
     self._history = history
     self.messages: list[Message] = []
     self.observed = 0
     self._ids: list[int] = []
     self._calls = 0  # of tools so far
-    self._opened = False  # the prompt ends inside <think>
     self._prompt_text = ""  # of the last action
-    self._drawn: list[int] = []  # the last action
+    self._answer_ids: list[int] = []  # the last action
 
   def observe(self, observation: Observation) -> list[int]:
     """Takes an observation; returns the ids of the prompt of the next action.
@@ -87,24 +91,17 @@ class Conversation:
 
   def act(self, ids: Sequence[int] | np.ndarray, finish_reason: str) -> Action:
     """Takes the ids that were drawn; returns them as the environment receives them."""
-    self._drawn = ids = [int(i) for i in ids]
+    self._answer_ids = ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
-    ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
-    kept = ids[:-1] if ended else ids
-    # The marks of tool calls are special tokens in some vocabularies.
-    marked = self._tokenizer.decode(kept, skip_special_tokens=False)
-    marked = self._without_frame(marked)
-    action = Action(ids)
-    action.text = self._tokenizer.decode(kept)
+    tokenizer, action = self._tokenizer, Action(ids)
+    is_ended = bool(ids) and ids[-1] in tokenizer.special_ids()
+    action.text = tokenizer.decode(ids[:-1] if is_ended else ids)
     action.finish_reason = finish_reason
-    action.message, action.problem = read_answer(
-      marked,
-      tool_calls.format_of(self._tokenizer.chat_template) if self._tools else "none",
-      dict(map(_schema, self._tools or ())),
-      opened=self._opened,
-      calls=self._calls,
-    )
-    self._calls += len(action.message.get("tool_calls", ()))
+    reader = AnswerReader(tokenizer, self._format, self._schemas, self._prompt_text)
+    piece = reader.push(ids, action.text, is_last=True)
+    piece = dataclasses.replace(piece, content=self._without_frame(piece.content))
+    action.message, action.problem = _message(piece, self._calls), reader.problem
+    self._calls += len(piece.calls)
     if self.messages:
       self.messages.append(action.message)
     return action
@@ -125,7 +122,6 @@ class Conversation:
       ids = list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
       return ids, len(ids)
     whole = self._rendered([*self.messages, *new], True)
-    self._opened = tool_calls.opens_reasoning(whole)
     before, self._prompt_text = self._prompt_text, whole
     if not self.messages:
       ids = self._tokenizer.encode(whole)
@@ -133,33 +129,33 @@ class Conversation:
     rest = self._after_answer(before, whole)
     if rest is not None:
       return self._followed_by(rest)
-    kept = self._followed_by(self._after_any_answer(new))
-    # The prompt may have become shorter; the count is that of the observation alone.
-    return (
-      (self._tokenizer.encode(whole), kept[1]) if self._history == "split" else kept
-    )
+    ids, observed = self._followed_by(self._after_any_answer(new))
+    if self._history == "split":
+      ids = self._tokenizer.encode(whole)
+    # The prompt may have become shorter; the count is the observation's alone.
+    return ids, observed
 
   @property
   def _answer(self) -> str:
     """Text of the last action, with special tokens. Many episodes never need it."""
-    return self._tokenizer.decode(self._drawn, skip_special_tokens=False)
+    return self._tokenizer.decode(self._answer_ids, skip_special_tokens=False)
 
   def _followed_by(self, text: str) -> tuple[list[int], int]:
     added = self._tokenizer.encode_continuation(text)
     return [*self._ids, *added], len(added)
 
   def _without_frame(self, text: str) -> str:
-    """Removes what the template prints around every answer, such as a channel."""
+    """Removes what the template prints around every answer, such as a line break."""
     if not self.messages or not self._tokenizer.has_chat_template():
       return text
     plain = {"role": "assistant", "content": _PLACEHOLDER}
     try:
-      shown = self._rendered([*self.messages, plain], False)
+      rendering = self._rendered([*self.messages, plain], False)
     except (ChatTemplateError, TypeError, ValueError):  # it may refuse two answers
       return text
-    if not shown.startswith(self._prompt_text):
+    if not rendering.startswith(self._prompt_text):
       return text
-    before, _, after = shown[len(self._prompt_text) :].partition(_PLACEHOLDER)
+    before, _, after = rendering[len(self._prompt_text) :].partition(_PLACEHOLDER)
     text = text.removeprefix(before)
     end = self._split_end()[1]
     return text.removesuffix(after.rstrip().removesuffix(end) or "\0")
@@ -230,29 +226,8 @@ class Conversation:
     )
 
 
-def read_answer(
-  text: str,
-  tool_format: str,
-  tools: Mapping[str, Any],
-  *,
-  opened: bool = False,
-  calls: int = 0,
-) -> tuple[Message, str | None]:
-  """Reads reasoning and calls of tools from the text of an answer.
-
-  Args:
-    text: the answer, with the marks of tool calls.
-    tool_format: see `tool_calls.tool_reader`.
-    tools: JSON schemas of the arguments, by name of the tool.
-    opened: True if the prompt ends inside <think>.
-    calls: number of calls before this answer.
-
-  Returns:
-    The message, and a description of a call that could not be read, or None.
-  """
-  reader = tool_calls.tool_reader(tool_format, tools)
-  reader = tool_calls.ReasoningReader(reader, opened)
-  piece = reader.push(text) + reader.end()
+def _message(piece: Piece, calls: int) -> Message:
+  """Returns an answer as a message; `calls` is the number of calls before it."""
   message: Message = {"role": "assistant", "content": piece.content}
   if piece.reasoning:
     message["reasoning_content"] = piece.reasoning
@@ -267,37 +242,7 @@ def read_answer(
       }
       for number, call in enumerate(piece.calls, calls)
     ]
-  return message, _problem(piece.content, tool_format)
-
-
-def _problem(content: str, tool_format: str) -> str | None:
-  """Describes a call that stayed text, because it could not be read."""
-  marks = {
-    "hermes": tool_calls.OPEN_CALL,
-    "qwen3_coder": tool_calls.OPEN_CALL,
-    "glm4": tool_calls.OPEN_CALL,
-    "deepseek_v3": tool_calls.DEEPSEEK_CALLS,
-    "gemma4": tool_calls.GEMMA_CALL,
-    "mistral": tool_calls.MISTRAL_CALLS,
-    "llama3": tool_calls.PYTHON_TAG,
-    "granite": tool_calls.GRANITE_CALLS,
-    "olmo3": tool_calls.OLMO_CALLS,
-    "phi4_mini": tool_calls.GRANITE_CALLS,
-  }
-  mark = marks.get(tool_format)
-  if tool_format == "phi4_mini" and tool_calls.PHI_CALLS in content:
-    mark = tool_calls.PHI_CALLS
-  if tool_format == "llama3" and content.lstrip().startswith("{"):
-    mark = "{" if '"name"' in content else mark
-  if mark is None or mark not in content:
-    return None
-  wanted = {
-    "gemma4": "call:name{key:value} and <tool_call|>",
-    "olmo3": "lines name(argument=value, ...)",
-    "qwen3_coder": "<function=name>, <parameter=key>value</parameter> and </function>",
-    "glm4": "a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",
-  }.get(tool_format, "JSON with the name of a tool and an object of its arguments")
-  return f"a call of a tool could not be read: after {mark} expected {wanted}"
+  return message
 
 
 def _schema(tool: Mapping[str, Any]) -> tuple[str, Any]:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tunix.rl.reward.outcomes import describe
+from tunix.sandbox.errors import describe
 
 
 def made(make: Callable[[], Any]) -> tuple[Any, Any]:

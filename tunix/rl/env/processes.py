@@ -7,21 +7,17 @@ environment may do what the user may do (see docs/guides/tools.md for a jail).
 
 from __future__ import annotations
 
-import json
-import pickle
-import socket
-import subprocess
-import sys
+import asyncio
+import functools
+import inspect
 import threading
-import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+from tunix.rl.env import env as env_lib
 from tunix.rl.env.env import Action, EnvError, StepResult
-from tunix.rl.reward import pool as reward_pool, worker as reward_worker
-from tunix.rl.reward.outcomes import describe, name_of
-from tunix.utils import processes
+from tunix.rl.reward.outcomes import name_of
+from tunix.sandbox.child import Child, ChildError, Children
 
 _MAX_ANSWER = 64 << 20  # bytes
 
@@ -47,24 +43,15 @@ class EnvProcesses:
     memory_bytes: int | None = None,
   ):
     try:
-      payload = pickle.dumps(make)
-    except Exception as error:  # the user's objects may raise anything here
+      self._children = Children(
+        _Host(make), timeout_s=timeout_s, memory_bytes=memory_bytes
+      )
+    except TypeError as error:
       raise TypeError(
-        f"env {name_of(make)} cannot be sent to a process: {describe(error)}. Define "
-        'it at the top level of a module, or set isolation="thread"'
+        f"env {name_of(make)} cannot be sent to a process: {error}. Define it at the "
+        'top level of a module, or set isolation="thread"'
       ) from error
-    self._hello = pickle.dumps(
-      {
-        "main": reward_pool.main_of(payload),
-        "functions": payload,
-        "timeout_s": timeout_s,
-        "memory_bytes": memory_bytes,
-      }
-    )
-    self._timeout_s = timeout_s
-    self._lock, self._idle = threading.Lock(), list[_Process]()
-    self._all: list[_Process] = []
-    self._close = weakref.finalize(self, _kill_all, self._all)
+    self._lock, self._idle = threading.Lock(), list[Child]()
 
   def environment(self, **arguments: Any) -> ProcessEnv:
     """Makes an environment in a process.
@@ -72,36 +59,64 @@ class EnvProcesses:
     Raises:
       EnvError: the function failed, or did not answer in time.
     """
-    with self._lock:
-      process = self._idle.pop() if self._idle else None
-    if process is None:
-      process = _Process(self._hello, self._timeout_s)
-      with self._lock:
-        self._all.append(process)
+    child = self._idle_child()
     try:
-      if not process.is_ready:
-        process.wait_until_ready()
-      made = process.call("make", arguments)
+      made = self.call(child, "make", arguments)
     except EnvError:
-      if not process.is_ready:  # it has no function to call
-        process.kill()
-      self._give_back(process)
+      self.give_back(child)
       raise
     kind = FinalProcessEnv if made["has_final_reward"] else ProcessEnv
-    return kind(process, made["tool_schemas"], self._give_back)
+    return kind(self, child, made["tool_schemas"])
+
+  def call(self, child: Child, method: str, argument: Any) -> Any:
+    """Calls a method of `_Host` in a process, and waits for its result.
+
+    Raises:
+      EnvError: it raised, or the process ended or did not answer; it is then killed.
+    """
+    try:
+      child.send(method, argument)
+    except ChildError as error:
+      raise EnvError(str(error)) from error
+    return self._result(child)
+
+  def give_back(self, child: Child) -> None:
+    """Keeps a process for another environment, unless it has ended."""
+    with self._lock:
+      if child in self._children.running:
+        self._idle.append(child)
 
   def close(self) -> None:
     """Ends the processes."""
     with self._lock:
       self._idle.clear()
-      _kill_all(self._all)
+      self._children.close()
 
-  def _give_back(self, process: _Process) -> None:
+  def _idle_child(self) -> Child:
+    """Returns a process that has loaded the function."""
     with self._lock:
-      if process.is_alive:
-        self._idle.append(process)
-      elif process in self._all:
-        self._all.remove(process)
+      while self._idle:
+        child = self._idle.pop()
+        if not child.exited():
+          return child
+        self._children.discard(child)
+    child = self._children.start()
+    try:
+      self._result(child)
+    except EnvError:
+      self._children.discard(child)
+      raise
+    return child
+
+  def _result(self, child: Child) -> Any:
+    try:
+      answer = child.wait(_MAX_ANSWER)
+    except (ChildError, TimeoutError) as error:
+      self._children.discard(child)
+      raise EnvError(str(error)) from error
+    if "error" in answer:
+      raise EnvError(str(answer["error"]))
+    return answer["ok"]
 
 
 class ProcessEnv:
@@ -111,17 +126,12 @@ class ProcessEnv:
     tool_schemas: those of the environment.
   """
 
-  def __init__(
-    self,
-    process: _Process,
-    tool_schemas: list[Any],
-    give_back: Callable[[_Process], None],
-  ):
-    self._process, self._give_back = process, give_back
+  def __init__(self, processes: EnvProcesses, child: Child, tool_schemas: list[Any]):
+    self._processes, self._child = processes, child
     self.tool_schemas = tool_schemas
 
   def initial_observation(self) -> tuple[Any, Any]:
-    observation, stop, self.tool_schemas = self._process.call("first", None)
+    observation, stop, self.tool_schemas = self._call("first", None)
     return observation, stop
 
   def step(self, action: Action) -> StepResult:
@@ -132,105 +142,90 @@ class ProcessEnv:
       "problem": action.problem,
       "finish_reason": action.finish_reason,
     }
-    return StepResult(**self._process.call("step", fields))
+    return StepResult(**self._call("step", fields))
 
   def close(self) -> None:
     """Ends the episode: the process may serve another one."""
-    self._give_back(self._process)
+    self._processes.give_back(self._child)
+
+  def _call(self, method: str, argument: Any) -> Any:
+    return self._processes.call(self._child, method, argument)
 
 
 class FinalProcessEnv(ProcessEnv):
   """A `ProcessEnv` whose environment has a last reward."""
 
   def final_reward(self) -> float:
-    return self._process.call("final", None)
+    return self._call("final", None)
 
 
-class _Process:
-  """A process and our end of its socket; calls block the calling thread."""
+class _Host:
+  """Calls methods of an environment, in its process.
 
-  def __init__(self, hello: bytes, timeout_s: float):
-    self._timeout_s, self.is_alive, self.is_ready = timeout_s, True, False
-    ours, theirs = socket.socketpair()
-    with theirs:
-      code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tunix.rl.env import env_worker; env_worker.main({theirs.fileno()})"
+  The method `make` makes a new environment, so that a process serves one episode after
+  another.
+  """
+
+  def __init__(self, make: Callable[..., Any]):
+    self._make = make
+    self._env: Any = None
+
+  def __call__(self, method: str, argument: Any) -> Any:
+    return getattr(self, method)(argument)
+
+  @functools.cached_property
+  def _loop(self) -> asyncio.AbstractEventLoop:
+    """The loop that the coroutines of environments run in."""
+    return asyncio.new_event_loop()
+
+  def make(self, arguments: dict[str, Any]) -> Any:
+    """Makes an environment; returns its tools, and whether it has a last reward."""
+    self._env = self._make(**arguments)
+    if hasattr(self._env, "make_envs"):
+      raise EnvError(
+        "env made a group of environments, which cannot be in processes of their own: "
+        'make one environment at a time, or set isolation="thread"'
       )
-      self._process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # a process group, which is killed as a whole
-      )
-    self._socket, self._hello = ours, hello
+    return {
+      "tool_schemas": self._tools(),
+      "has_final_reward": hasattr(self._env, "final_reward"),
+    }
 
-  def wait_until_ready(self) -> None:
-    """Sends the function; waits until the process has loaded it."""
-    self._exchange(self._hello, reward_pool.START_TIMEOUT_S)
-    self.is_ready = True
+  def first(self, argument: None) -> Any:
+    """Returns the first observation, its stop condition, and the tools."""
+    del argument
+    result = self._awaited(self._env.initial_observation())
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    return [_plain(pair[0]), pair[1], self._tools()]
 
-  def call(self, method: str, argument: Any) -> Any:
-    """Calls a method in the process.
+  def _tools(self) -> list[dict[str, Any]]:
+    return [dict(x) for x in getattr(self._env, "tool_schemas", None) or ()]
 
-    Raises:
-      EnvError: it raised, or the process ended or did not answer; it is then killed.
-    """
-    if not self.is_alive:
-      raise EnvError("its process has ended")
-    return self._exchange(pickle.dumps((method, argument)), self._timeout_s)
+  def final(self, argument: None) -> float:
+    """Returns the last reward."""
+    del argument
+    return env_lib.finite(self._awaited(self._env.final_reward()))
 
-  def kill(self) -> None:
-    """Ends the process and its children."""
-    self.is_alive = False
-    self._socket.close()
-    processes.kill_group(self._process)
+  def step(self, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a `StepResult`."""
+    action = Action(fields.pop("ids"), **fields)
+    result = env_lib.step_result(self._awaited(env_lib.take(self._env, action)))
+    observation = None if result.episode_done else _plain(result.next_observation)
+    return {
+      "reward": result.reward,
+      "episode_done": result.episode_done,
+      "next_observation": observation,
+      "next_stop_condition": result.next_stop_condition,
+      "metrics": dict(result.metrics),
+      "logs": {str(k): str(v) for k, v in result.logs.items()},
+    }
 
-  def _exchange(self, message: bytes, seconds: float) -> Any:
-    try:
-      answer = self._answer(message, seconds)
-    except TimeoutError as error:
-      self.kill()
-      raise EnvError(f"no answer within {seconds:g} s") from error
-    except (OSError, ValueError, RecursionError) as error:
-      self.kill()
-      raise EnvError(f"its process: {describe(error)}") from error
-    if "error" in answer:
-      raise EnvError(str(answer["error"]))
-    return answer.get("ok")
-
-  def _answer(self, message: bytes, seconds: float) -> dict[str, Any]:
-    """Sends a message and returns its answer.
-
-    Raises:
-      OSError, ValueError, RecursionError: the process ended, or the answer is no JSON
-        object or too long.
-    """
-    deadline, header = time.monotonic() + seconds, reward_worker.HEADER
-    self._socket.settimeout(seconds)
-    self._socket.sendall(header.pack(len(message)) + message)
-    (length,) = header.unpack(self._read(header.size, deadline))
-    if length > _MAX_ANSWER:
-      raise ValueError(f"an answer of {length} bytes; expected at most {_MAX_ANSWER}")
-    answer = json.loads(self._read(length, deadline))
-    if not isinstance(answer, dict):
-      raise ValueError("an answer that is no JSON object")
-    return answer
-
-  def _read(self, count: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        raise TimeoutError
-      self._socket.settimeout(left)
-      part = self._socket.recv(min(count - len(parts), 1 << 20))
-      if not part:
-        raise ConnectionError("ended without an answer")
-      parts += part
-    return bytes(parts)
+  def _awaited(self, value: Any) -> Any:
+    return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-def _kill_all(running: list[_Process]) -> None:
-  while running:
-    running.pop().kill()
+def _plain(observation: Any) -> Any:
+  if isinstance(observation, str):
+    return observation
+  ids = env_lib.ids_of(observation)
+  return env_lib.messages_of(observation) if ids is None else ids

@@ -26,8 +26,8 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.live import Group, Live, MakeGroup
 from tunix.rl.env.policy import Draw, Drawn, Policy
-from tunix.rl.reward.outcomes import describe, message_of
-from tunix.rl.reward.pool import START_TIMEOUT_S
+from tunix.sandbox.child import START_TIMEOUT_S
+from tunix.sandbox.errors import describe, message_of
 
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _CLOSE_S = 10.0  # in which environments of a batch that failed are closed

@@ -1,6 +1,6 @@
 """Rollouts as JSON: the batches of a checkpoint that are sampled and not trained on.
 
-Arrays keep every bit (json_arrays.py). Other values of the user (columns of the data,
+Arrays keep every bit (array_codec.py). Other values of the user (columns of the data,
 messages) must be JSON. Processes exchange episodes in the same form.
 """
 
@@ -17,7 +17,7 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
-from tunix.utils import json_arrays
+from tunix.utils import array_codec
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
 
@@ -44,7 +44,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
 
 def from_json(saved: dict[str, Any]) -> Rollouts:
   """Returns the rollouts of `to_json`."""
-  fields = json_arrays.decoded(saved)
+  fields = array_codec.from_json(saved)
   rewards = fields["rewards"]
   outcomes = {
     name: [_OUTCOMES[kind](value) for kind, value in rows]
@@ -67,12 +67,12 @@ def episodes_to_json(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
 
 def episodes_from_json(saved: list[dict[str, Any]]) -> list[Episode]:
   """Returns the episodes of `episodes_to_json`."""
-  return [_episode_of(episode) for episode in json_arrays.decoded(saved)]
+  return [_episode_of(episode) for episode in array_codec.from_json(saved)]
 
 
 def _checked(value: Any) -> Any:
   try:
-    encoded = json_arrays.encoded(value)
+    encoded = array_codec.to_json(value)
     json.dumps(encoded)
   except TypeError as error:
     raise TypeError(

@@ -1,7 +1,7 @@
 """Outcomes of reward functions: a value, a failure or a time-out for each row.
 
-The processes that run reward functions import this file. It imports only the standard
-library, so that they start quickly.
+The processes that run reward functions import this file, so it imports nothing that is
+slow to load.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import concurrent.futures
 import dataclasses
 import inspect
 import math
-import pathlib
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from tunix.sandbox.errors import MAX_MESSAGE, describe
 
 # Largest size of a reward. Up to it, float64 tells x from x + 1, and the squares of
 # differences, of which the deviations of groups are made, fit in float32.
 LARGEST = 1e15
-_MAX_MESSAGE = 400  # characters of an error message that are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +124,6 @@ def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
   return [_outcome(x) for x in result]
 
 
-def message_of(error: BaseException) -> str:
-  """Returns the message of an exception that a user's code may have raised."""
-  try:
-    return str(error)
-  except Exception:  # a user's __str__ may raise as well
-    return "(its message cannot be shown)"
-
-
-def describe(error: BaseException) -> str:
-  """Returns the type, message and file position of an exception, in one line."""
-  message = message_of(error)
-  frames = traceback.extract_tb(error.__traceback__)
-  place = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})"
-  text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-  return " ".join(text[:_MAX_MESSAGE].split()) + (place if frames else "")
-
-
 def _outcome(x: Any) -> Value | Failed:
   if hasattr(x, "tolist"):
     x = x.tolist()
@@ -166,7 +148,7 @@ def checked(value: float, verb: str) -> Value | Failed:
 
 def _shown(x: Any) -> str:
   if x is None or isinstance(x, (int, float)):
-    return str(x)[:_MAX_MESSAGE]
+    return str(x)[:MAX_MESSAGE]
   return f"a {type(x).__name__}"
 
 

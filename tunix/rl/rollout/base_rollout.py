@@ -14,17 +14,22 @@ from jax.sharding import Mesh
 
 from tunix.generate.decoders import layout
 from tunix.generate.decoders.layout import GatherWeights
-from tunix.generate.drawing.options import SamplingOptions
+from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
 from tunix.utils import checks
 
+# Rules that each call of a sampler names. Samplers of users need not know the others,
+# which are named only if they are set.
+_ALWAYS = ("temperature", "top_p", "top_k", "min_p", "eos_tokens", "stop_strings")
+_DEFAULTS = SamplingParams().rules()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-  """The settings of sampling completions.
+class RolloutConfig(SamplingParams):
+  """The settings of sampling completions, see `SamplingParams` for the other fields.
 
   Attributes:
     max_tokens_to_generate: largest number of tokens of a completion, including its
@@ -32,14 +37,8 @@ class RolloutConfig:
     max_prompt_length: largest number of tokens of a prompt; a longer one is an error.
     temperature: divisor of the logits, both in sampling and in scoring. 0 is greedy,
       for evaluation only.
-    top_p: sample from the most likely tokens with this total probability; None: all.
-    top_k: sample from this number of the most likely tokens; None: all.
-    min_p: sample from tokens with at least min_p times the probability of the most
-      likely one; None: all.
     seed: seed of the run. The tokens of a completion depend on it, and on the numbers
       of the step, the prompt and the sample.
-    eos_tokens: ids that end a completion; None: the tokenizer's.
-    stop_strings: texts that end a completion.
     kv_cache_size: largest number of tokens of prompt and completion together; None: the
       sum of the two limits.
     gather_weights: layout of our own sampler's weights that are sharded over the batch
@@ -60,11 +59,7 @@ class RolloutConfig:
   max_tokens_to_generate: int = 64
   max_prompt_length: int = 64
   temperature: float = 1.0
-  top_p: float | None = None
-  top_k: int | None = None
-  min_p: float | None = None
   seed: int = 0
-  eos_tokens: Sequence[int] | None = None
   stop_strings: Sequence[str] | None = None
   kv_cache_size: int | None = None
   gather_weights: GatherWeights = None
@@ -73,6 +68,7 @@ class RolloutConfig:
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
+    super().__post_init__()
     layout.check(self.gather_weights)
     checks.fields(
       self,
@@ -80,10 +76,7 @@ class RolloutConfig:
       max_prompt_length=checks.COUNT,
       kv_cache_size=checks.COUNT,
       slots=checks.COUNT,
-      seed=checks.SEED,
     )
-    # A sampler would refuse these options only in its first call, late in a run.
-    self._options()
     need = self.max_prompt_length + self.max_tokens_to_generate
     if self.kv_cache_size is not None and self.kv_cache_size < need:
       raise ValueError(
@@ -93,21 +86,14 @@ class RolloutConfig:
       )
 
   @property
-  def filters(self) -> dict[str, float | int]:
-    """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
-    return self._options().filters
-
-  def _options(self) -> SamplingOptions:
-    return SamplingOptions(
-      max_generation_steps=self.max_tokens_to_generate, **self.sampling_options
-    )
-
-  @property
   def sampling_options(self) -> dict[str, Any]:
-    """Options of a sampler's call: the choice of tokens and the end of rows."""
-    names = ("temperature", "top_p", "top_k", "min_p", "eos_tokens")
-    options = {name: getattr(self, name) for name in names}
-    return {**options, "stop_strings": self.stop_strings or ()}
+    """Options of a sampler's call: the choice of tokens and the end of rows.
+
+    The seed is not among them: each call has its own.
+    """
+    rules = {**self.rules(), "stop_strings": self.stop_strings or ()}
+    del rules["seed"]
+    return {k: v for k, v in rules.items() if k in _ALWAYS or v != _DEFAULTS[k]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@
       open, poll, close --------------> actions of episodes
 
 The host has the same model as the run, from the same configuration. Arguments and
-results are JSON (json_arrays.py); the bits of arrays are kept. `serve/rollouts.py` has
+results are JSON (array_codec.py); the bits of arrays are kept. `serve/rollouts.py` has
 the routes, and calls the methods in one thread, in the order of their arrival.
 """
 
@@ -31,7 +31,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.weights import placement, weight_sync
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import json_arrays, mesh as mesh_lib
+from tunix.utils import array_codec, mesh as mesh_lib
 
 # Codes of `HostError`.
 OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
@@ -212,7 +212,7 @@ class RolloutHost:
     self._leave()
     with mesh_lib.use_mesh(self._mesh):
       out = self._rollout.generate(
-        json_arrays.decoded(prompts, _MOST_BYTES),
+        array_codec.from_json(prompts, _MOST_BYTES),
         RolloutConfig(**config),
         num_generations=num_generations,
         seed=seed_from_json(seed),
@@ -263,13 +263,13 @@ class RolloutHost:
     if self._policy is None:
       raise HostError("no batch of episodes is open: call open first", NOT_BEGUN)
     with mesh_lib.use_mesh(self._mesh):
-      read = json_arrays.decoded(draws, _MOST_BYTES)
+      read = array_codec.from_json(draws, _MOST_BYTES)
       self._policy.submit([Draw(**draw) for draw in read])
       if not self._policy.open:  # else a client that waits for one would ask forever
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
       done = self._policy.poll()
     self.draws += 1
-    return json_arrays.encoded([drawn._asdict() for drawn in done])
+    return array_codec.to_json([drawn._asdict() for drawn in done])
 
   def close(self, owner: str) -> None:
     """Ends a batch of episodes."""

@@ -43,9 +43,10 @@ def completions(
   while policy.open:
     by_row |= {drawn.episode: drawn for drawn in policy.poll()}
   rows = [by_row[i] for i in range(count)]
-  stops = config.stop_strings or ()
   return RolloutOutput(
-    text=[text_of(tokenizer.decode, r.ids, r.finish_reason, stops) for r in rows],
+    text=[
+      text_of(tokenizer.decode, r.ids, r.finish_reason, config.stops) for r in rows
+    ],
     tokens=[row.ids for row in rows],
     prompt_tokens=[prompt] * count,
     logprobs=[row.logps for row in rows],

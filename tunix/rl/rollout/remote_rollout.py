@@ -33,7 +33,7 @@ from tunix.rl.rollout.remote_host import RemoteHost
 from tunix.rl.rollout.shared_rollout import SharedRollout
 from tunix.rl.weights.placement import Weights
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import env, json_arrays, mesh as mesh_lib
+from tunix.utils import array_codec, env, mesh as mesh_lib
 
 KEY = "TUNIX_API_KEY"
 _URLS = 'the addresses of the hosts, such as ["http://10.0.0.2:8700"]'
@@ -128,7 +128,7 @@ class RemoteRollout(SharedRollout):
     }
 
     def drawn_by(host: RemoteHost, block: range) -> Callable[[], Any]:
-      mine = json_arrays.encoded(list(prompts[block.start : block.stop]))
+      mine = array_codec.to_json(list(prompts[block.start : block.stop]))
       first = first_prompt + block.start
       return lambda: host.call("generate", prompts=mine, first_prompt=first, **shared)
 
@@ -222,8 +222,8 @@ class RemoteTurns:
     if not host.is_open:
       host.call("open", episodes=len(part.block), **self._shared)
       draws, host.is_open = list(part.open.values()), True
-    sent = [json_arrays.encoded(dataclasses.asdict(draw)) for draw in draws]
-    answers = json_arrays.decoded(host.call("poll", draws=sent))
+    sent = [array_codec.to_json(dataclasses.asdict(draw)) for draw in draws]
+    answers = array_codec.from_json(host.call("poll", draws=sent))
     part.new = []
     step = self._rollout.version.step
     done = [
@@ -269,7 +269,7 @@ def _blocks(count: int, parts: int) -> list[range]:
 
 def _as_json(config: RolloutConfig) -> dict[str, Any]:
   fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-  return json_arrays.encoded(fields | {"engine_options": {}})
+  return array_codec.to_json(fields | {"engine_options": {}})
 
 
 def _share_of(urls: Any) -> list[str]:

@@ -18,7 +18,7 @@ import jax
 
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.weights import local_arrays
-from tunix.utils import coordination, json_arrays
+from tunix.utils import array_codec, coordination
 
 # Seconds that a process waits for the others' completions after its own are drawn.
 _TIMEOUT_S = 3600.0
@@ -117,9 +117,9 @@ _ROWS = [
 
 def to_json(out: RolloutOutput) -> dict[str, Any]:
   """Returns completions as JSON, without their versions."""
-  return json_arrays.encoded({name: getattr(out, name) for name in _ROWS})
+  return array_codec.to_json({name: getattr(out, name) for name in _ROWS})
 
 
 def from_json(saved: dict[str, Any], version: Any) -> RolloutOutput:
   """Returns the completions of `to_json`, drawn by a version of the weights."""
-  return RolloutOutput(**json_arrays.decoded(saved), version=version)
+  return RolloutOutput(**array_codec.from_json(saved), version=version)

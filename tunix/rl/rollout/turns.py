@@ -116,22 +116,18 @@ class EngineTurns:
 
   def submit(self, draws: Sequence[Draw]) -> None:
     c = self._config
-    ends = c.eos_tokens
-    ends = self._engine.tokenizer.eos_ids() if ends is None else ends
+    ends = self._engine.tokenizer.eos_ids() if c.eos_tokens is None else c.eos_tokens
     for group in groups_of(draws):
       first = group[0]
-      request = EngineRequest(
+      request = EngineRequest.of(
+        c,
         prompt=first.prompt,
         max_tokens=first.max_tokens,
         num_samples=len(group),
-        temperature=c.temperature,
-        top_k=c.top_k,
-        top_p=c.top_p,
-        min_p=c.min_p,
         seed=keyed(self._key, first.turn),
         first_row=self._start + first.episode,
         stop_ids=tuple(dict.fromkeys((*ends, *first.stop_ids))),
-        stop_strings=(*(c.stop_strings or ()), *first.stops),
+        stop_strings=(*c.stops, *first.stops),
         logprobs=True,
       )
       ticket = self._engine.submit(request, streams=False)
@@ -248,7 +244,7 @@ class BatchTurns:
         max_tokens_to_generate=max(draw.max_tokens for draw in draws),
         kv_cache_size=None,
         eos_tokens=ends,
-        stop_strings=(*(c.stop_strings or ()), *stops),
+        stop_strings=(*c.stops, *stops),
       ),
       num_generations=size,
       seed=key,

@@ -19,7 +19,7 @@ from typing import Any
 from tunix.serve.http.bodies import Answer
 from tunix.serve.http.errors import ApiError
 from tunix.serve.http.guard import PROBES
-from tunix.serve.settings import ServeSettings
+from tunix.serve.settings import HttpSettings
 from tunix.utils import optional
 
 # Requests beyond those that run or wait: lists of models, metrics, tokens.
@@ -39,7 +39,7 @@ class Connections:
   All methods belong to the thread of the event loop.
   """
 
-  def __init__(self, settings: ServeSettings):
+  def __init__(self, settings: HttpSettings):
     admitted = settings.max_concurrent + settings.max_queue
     self._most = admitted + _SPARE_REQUESTS
     self._most_of_address = settings.max_address_requests or admitted
@@ -146,7 +146,7 @@ async def _refuse(problem: ApiError, send: Any) -> None:
   await send({"type": "http.response.body", "body": data})
 
 
-def protocol(settings: ServeSettings) -> Any:
+def protocol(settings: HttpSettings) -> Any:
   """Returns the class of uvicorn's connections with the bounds of one server.
 
   Raises:

@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Mapping
 
 from tunix.serve.http.errors import ApiError
-from tunix.serve.settings import ServeSettings
+from tunix.serve.settings import HttpSettings
 
 # Probes of a load balancer and the page need no key: they return no data of requests.
 PROBES = frozenset({"/health", "/ready"})
@@ -29,7 +29,7 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check(
-  settings: ServeSettings,
+  settings: HttpSettings,
   path: str,
   headers: Mapping[str, str],
   tenants: Mapping[str, str] | None = None,
@@ -100,7 +100,7 @@ def _is_same(given: str, key: str) -> bool:
   return hmac.compare_digest(given.encode(), key.encode())
 
 
-def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
+def _check_page(settings: HttpSettings, headers: Mapping[str, str]) -> None:
   """Refuses requests that a web page of another site sends.
 
   A browser on this machine can reach the server from any page. The header Origin names

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.generate.answers import harmony, tool_calls
-from tunix.generate.answers.tool_calls import Piece, Reader
+from tunix.generate.answer_reader import AnswerReader
+from tunix.generate.answers.formats import format_for
+from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.serve.http import forms
 from tunix.serve.http.bodies import Call
@@ -17,21 +18,9 @@ from tunix.serve.http.fields import Fields
 from tunix.serve.openai import logprobs
 from tunix.serve.openai.context import Context, new_id
 from tunix.serve.openai.logprobs import Scored
-from tunix.serve.openai.marked import MarkedText
 from tunix.serve.openai.messages import read_messages, read_tools
 from tunix.serve.openai.running import Collected, Part, Run
 from tunix.serve.openai.sampling import read_sampling, read_top
-
-# Special tokens that the text of an answer keeps, by format of tool calls.
-_MARKS = {
-  "deepseek_v3": tool_calls.DEEPSEEK_MARKS,
-  "gemma4": tool_calls.GEMMA_MARKS,
-  "mistral": tool_calls.MISTRAL_MARKS,
-  "harmony": harmony.MARKS,
-  "granite": (tool_calls.GRANITE_CALLS,),
-  "olmo3": (tool_calls.OLMO_CALLS, tool_calls.OLMO_END),
-  "phi4_mini": (tool_calls.GRANITE_CALLS,),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,14 +85,12 @@ class Choice:
   """State of one completion while it is read.
 
   Attributes:
-    marked: text with the marks of tool calls.
     reader: reader of reasoning and tool calls.
     calls: number of calls so far.
     is_begun: an event was sent.
   """
 
-  marked: MarkedText
-  reader: Reader
+  reader: AnswerReader
   calls: int = 0
   is_begun: bool = False
 
@@ -111,9 +98,8 @@ class Choice:
     """Returns what new deltas settle."""
     piece = Piece()
     for delta in grown.deltas:
-      piece += self.reader.push(self.marked.push(delta))
-    if grown.finish_reason is not None:
-      piece += self.reader.end()
+      is_last = delta.finish_reason is not None
+      piece += self.reader.push(delta.tokens, delta.text, is_last)
     self.calls += len(piece.calls)
     return piece
 
@@ -157,19 +143,12 @@ class ChatJob:
 
   def _new_choice(self) -> Choice:
     context, settings = self._context, self._context.settings
-    tool_format = settings.tool_format
-    if tool_format == "auto":
-      tool_format = tool_calls.format_of(context.tokenizer.chat_template)
-    if not self._prompt.tools and tool_format != "harmony":
-      tool_format = "none"  # answers in harmony's form have channels without tools too
-    reader = tool_calls.tool_reader(tool_format, self._prompt.tools)
-    marks = _MARKS.get(tool_format, ())
+    tokenizer, tools = context.tokenizer, self._prompt.tools
+    tool_format = format_for(tokenizer.chat_template, tools, settings.tool_format)
     # A constraint holds from the first token on, so its text has no reasoning.
-    if settings.split_reasoning and self._is_free:
-      opened = tool_calls.opens_reasoning(self._prompt.text)
-      reader = tool_calls.ReasoningReader(reader, opened)
-      marks = (*marks, *tool_calls.THINK_TOKENS)
-    return Choice(marked=MarkedText(context.tokenizer, marks), reader=reader)
+    has_reasoning = settings.split_reasoning and self._is_free
+    prompt = self._prompt.text if has_reasoning else None
+    return Choice(reader=AnswerReader(tokenizer, tool_format, tools, prompt))
 
   def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
     choices = [self._choice(number, whole) for number, whole in enumerate(rows[0])]
@@ -255,6 +234,8 @@ class ChatJob:
     if reason == "stop" and state.calls:
       reason = "tool_calls"
     rest: dict[str, Any] = {"logprobs": None, "finish_reason": reason}
+    if reason is not None and state.reader.problem is not None:
+      rest["malformed_tool_call"] = state.reader.problem
     if self._has_logprobs:
       scored = Scored(tokens, grown.logprobs, grown.top, self._top)
       texts = self._context.texts

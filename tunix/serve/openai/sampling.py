@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from tunix.generate.drawing import stops
+from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine.request import Constraint, EngineRequest
 from tunix.generate.engine.run import arrays
 from tunix.serve.http.errors import bad
@@ -37,10 +40,12 @@ class Sampling:
 
   Attributes:
     n: completions of each prompt.
+    params: the rules of drawing and ending.
     options: further fields of `EngineRequest`.
   """
 
   n: int
+  params: SamplingParams
   options: dict[str, Any]
 
   def request(self, prompt: Any, max_tokens: int, **options: Any) -> EngineRequest:
@@ -49,15 +54,23 @@ class Sampling:
     Raises:
       ApiError: 400 if the options contradict each other.
     """
-    try:
-      return EngineRequest(
+    with _refusals():
+      return EngineRequest.of(
+        self.params,
         prompt=as_prompt(prompt),
         max_tokens=max_tokens,
         num_samples=self.n,
         **{**self.options, **options},
       )
-    except (TypeError, ValueError) as error:
-      raise bad(None, str(error), "invalid_request") from error
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+  """Raises the errors of rules and requests as ApiErrors, with status 400."""
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    raise bad(None, str(error), "invalid_request") from error
 
 
 def read_sampling(fields: Fields, context: Context, prompts: int = 1) -> Sampling:
@@ -81,16 +94,19 @@ def read_sampling(fields: Fields, context: Context, prompts: int = 1) -> Samplin
     )
   fields.neutral(best_of=(n, None), **_NEUTRAL)
   seed = fields.whole("seed", low=-(2**63), high=2**64 - 1)
+  with _refusals():
+    params = SamplingParams(
+      **_read_filters(fields),
+      seed=None if seed is None else seed % 2**32,
+      eos_tokens=_read_stop_ids(fields, context),
+      stop_strings=_read_stops(fields),
+    )
   options = {
-    **_read_filters(fields),
-    "seed": None if seed is None else seed % 2**32,
-    "stop_ids": _read_stop_ids(fields, context),
-    "stop_strings": _read_stops(fields),
     "logit_bias": _read_bias(fields),
     "priority": fields.whole("priority", 0, low=-(2**31)),
     "constraint": read_constraint(fields, context),
   }
-  return Sampling(n=n, options=options)
+  return Sampling(n=n, params=params, options=options)
 
 
 def _read_filters(fields: Fields) -> dict[str, Any]:

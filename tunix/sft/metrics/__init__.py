@@ -1,1 +1,1 @@
-"""Where metrics go; `tunix.sft.metrics_logger` calls it."""
+"""Metrics and their places; `tunix.sft.metrics_logger` calls it."""

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tunix.tinker.protocol import packed
+from tunix.utils import array_codec
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,7 +41,7 @@ class Result:
     """Returns the record for a journal, with a key for the reader."""
     meta = {"type": "result", **key, "values": dict(self.values)}
     meta |= {"error": self.error, "category": self.category}
-    return packed.pack(meta, self.arrays)
+    return array_codec.to_bytes(meta, self.arrays)
 
   @property
   def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class Result:
 
 def start_record(count: int, **key: Any) -> bytes:
   """Returns the record for a journal of the starts of a request so far."""
-  return packed.pack({"type": "start", **key, "count": count}, {})
+  return array_codec.to_bytes({"type": "start", **key, "count": count}, {})
 
 
 def stopped_too_often(starts: int) -> Result:

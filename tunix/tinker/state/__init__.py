@@ -1,1 +1,1 @@
-"""What the Tinker service keeps in its root."""
+"""State that the Tinker service keeps in its root."""

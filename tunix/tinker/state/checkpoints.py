@@ -25,7 +25,8 @@ import numpy as np
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.tinker.errors import NotFoundError, TinkerError
-from tunix.tinker.protocol import fields, packed
+from tunix.tinker.protocol import fields
+from tunix.tinker.state import state_file
 from tunix.utils import io, record_file
 from tunix.utils.record_file import RecordError
 
@@ -144,7 +145,7 @@ class Checkpoints:
     try:
       if adapted is not None:
         lora.save_adapter(adapted, staging / "adapter", base=self._base)
-      packed.write(staging / "state", {}, arrays)
+      state_file.write(staging / "state", {}, arrays)
       size = sum(x.stat().st_size for x in staging.rglob("*") if x.is_file())
       now = datetime.datetime.now(datetime.UTC).isoformat()
       io.write_json(staging / "meta.json", {**meta, "time": now, "size_bytes": size})
@@ -184,7 +185,7 @@ class Checkpoints:
       RecordError: the arrays are damaged.
     """
     self.meta(place)
-    return packed.read(self._at(place) / "state")[1]
+    return state_file.read(self._at(place) / "state")[1]
 
   def set_expiry(self, place: Place, ttl_seconds: int | None) -> None:
     """Sets the time after which a checkpoint is removed; None: never."""

@@ -12,8 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 
-from tunix.tinker.protocol import packed
-from tunix.utils import io, record_file
+from tunix.utils import array_codec, io, record_file
 from tunix.utils.record_file import RecordFile
 
 _HEAD = struct.Struct("<II")
@@ -41,7 +40,7 @@ def _is_old(path: pathlib.Path) -> bool:
     start = file.read(2 * len(record_file.MAGIC))
   # A torn record may end before the text by which the form is known.
   is_new = record_file.MAGIC.startswith(start[: len(record_file.MAGIC)])
-  return not is_new and packed.is_packed(start[_HEAD.size :])
+  return not is_new and array_codec.is_start(start[_HEAD.size :])
 
 
 def _old_records(path: pathlib.Path) -> Iterator[bytes]:

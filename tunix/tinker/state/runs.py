@@ -28,11 +28,10 @@ import numpy as np
 
 from tunix.tinker.errors import ConflictError, GoneError, NotFoundError
 from tunix.tinker.learning.learner import AdapterSpec, AdapterState
-from tunix.tinker.protocol import packed
 from tunix.tinker.protocol.results import Result, Results, start_record
 from tunix.tinker.settings import TinkerSettings
-from tunix.tinker.state import journal
-from tunix.utils import io, record_file
+from tunix.tinker.state import journal, state_file
+from tunix.utils import array_codec, io, record_file
 from tunix.utils.record_file import RecordError, RecordFile
 
 _LOG = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Op:
   def record(self, **key: Any) -> bytes:
     """Returns the record for a journal, with a key for the reader."""
     meta = {"type": "op", **key, "kind": self.kind, "args": dict(self.args)}
-    return packed.pack(meta, self.arrays)
+    return array_codec.to_bytes(meta, self.arrays)
 
 
 class Run:
@@ -107,7 +106,7 @@ class Run:
     self.done = -1
     state = self._state_file()
     if state.exists():
-      meta, _ = packed.read(state)
+      meta, _ = state_file.read(state)
       self.done, self.is_unloaded = meta["done"], meta["is_unloaded"]
     self._journal = journal.opened(self._journal_file())
     self._read(self._journal.records())
@@ -259,7 +258,7 @@ class Run:
     """
     meta = {"done": self.done, "is_unloaded": self.is_unloaded}
     file = self.folder / f"state-{self._generation + 1}"
-    packed.write(file, meta, arrays)
+    state_file.write(file, meta, arrays)
 
   def switch(self) -> None:
     """Begins the next generation, whose state was written after the last request."""
@@ -297,7 +296,7 @@ class Run:
   def stored_state(self) -> dict[str, np.ndarray] | None:
     """Returns the arrays of the last `write_state`, or None."""
     file = self._state_file()
-    return packed.read(file)[1] if file.exists() else None
+    return state_file.read(file)[1] if file.exists() else None
 
   def close(self) -> None:
     """Closes the journal's file until the next request."""
@@ -311,7 +310,7 @@ class Run:
 
   def _read(self, records: Iterable[bytes]) -> None:
     for record in records:
-      meta, arrays = packed.unpack(record)
+      meta, arrays = array_codec.from_bytes(record)
       number = meta["number"]
       if meta["type"] == "result":
         self.results[number] = Result.of(meta, arrays)

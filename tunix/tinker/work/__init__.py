@@ -1,1 +1,1 @@
-"""What workers of the Tinker service do: training and sampling."""
+"""Work of the Tinker service: training and sampling."""

@@ -23,7 +23,6 @@ from tunix.generate.engine.request import (
   Ticket,
 )
 from tunix.tinker.errors import BusyError, NotFoundError, TinkerError
-from tunix.tinker.protocol import packed
 from tunix.tinker.protocol.results import (
   Result,
   Results,
@@ -35,7 +34,7 @@ from tunix.tinker.state.checkpoints import Place
 from tunix.tinker.state.runs import Op
 from tunix.tinker.state.turns import Room
 from tunix.tinker.work.loaded_adapters import LoadedAdapters
-from tunix.utils import io
+from tunix.utils import array_codec, io
 from tunix.utils.record_file import RecordFile
 
 _LOG = logging.getLogger(__name__)
@@ -322,7 +321,7 @@ class Sampler:
     """Reads the journal of the process before, and returns a new one."""
     log = journal.opened(self._file)
     for record in log.records():
-      meta, arrays = packed.unpack(record)
+      meta, arrays = array_codec.from_bytes(record)
       if meta["type"] == "op":
         self._open[meta["id"]] = Op(kind="sample", args=meta["args"], arrays=arrays)
         continue
@@ -351,21 +350,18 @@ def _request(
 ) -> EngineRequest:
   """Returns a request with completions from `first` on; None: with all of them."""
   args = op.args
-  seed = args["seed"]
-  if seed is None:  # the same after a restart
-    seed = int.from_bytes(hashlib.sha256(id.encode()).digest()[:4], "little") >> 1
+  # A journal of before has no values of newer rules.
+  rules = {key: args[key] for key in EngineRequest.keywords().values() if key in args}
+  if rules["seed"] is None:  # the same after a restart
+    digest = hashlib.sha256(id.encode()).digest()
+    rules["seed"] = int.from_bytes(digest[:4], "little") >> 1
   wants_prompt = first == 0 and (args["prompt_logprobs"] or args["topk_prompt"] > 0)
   return EngineRequest(
     prompt=op.arrays["prompt"],
     max_tokens=args["max_tokens"],
     num_samples=args["num_samples"] if count is None else count,
     first_row=first,
-    temperature=args["temperature"],
-    top_k=args["top_k"],
-    top_p=args["top_p"],
-    seed=seed,
-    stop_ids=args["stop_ids"],
-    stop_strings=tuple(args["stop_strings"]),
+    **rules,
     logprobs=True,
     top_logprobs=max(args["topk_sample"], args["topk_prompt"] if wants_prompt else 0),
     prompt_logprobs=wants_prompt,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.generate import distributions
+from tunix.generate.drawing import filters
 from tunix.generate.engine.device import choice
 from tunix.generate.engine.device.choice import Rules
 from tunix.generate.engine.run import arrays
@@ -15,7 +16,7 @@ from tunix.generate.sizes import batching
 
 VOCAB = 77  # the last word of a mask is filled in part
 USES = frozenset((*arrays.FLAGS, "prompts"))
-OFF = {"temperature": 0.0, "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
+OFF = {"temperature": 0.0, **filters.OFF}
 
 
 def rules_of(rows, uses=USES):
@@ -33,9 +34,7 @@ def rules_of(rows, uses=USES):
     keys=np.stack(keys),
     rows=np.array([r.get("row", 0) for r in rows], np.int32),
     temperature=column("temperature", np.float32),
-    top_k=column("top_k", np.int32),
-    top_p=column("top_p", np.float32),
-    min_p=column("min_p", np.float32),
+    filter_values={name: column(name, off.dtype) for name, off in filters.OFF.items()},
     bias_ids=ids,
     bias=values,
     draws=np.bool_(drawing),

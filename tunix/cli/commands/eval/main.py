@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -15,11 +13,10 @@ import tunix
 from tunix.cli.commands.eval import generation, likelihood, pairs, results
 from tunix.cli.commands.eval.results import Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.cli.commands.parts import arguments
-from tunix.cli.commands.parts.arguments import Parser
+from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import fingerprints, loading, rewards
 from tunix.cli.run import folder as run_folder, processes as several
-from tunix.cli.settings import keys
+from tunix.cli.settings import options
 from tunix.cli.settings.run import DistributedSettings
 from tunix.data.reading import files
 from tunix.data.records import PROMPT_ROWS
@@ -28,12 +25,88 @@ from tunix.models.adapters import files as adapter_files
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reward.rewards import RewardManager
 from tunix.utils import checks, terminal
-
-_SAMPLING = ("seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings")
+from tunix.utils.setting import setting
 
 _DESCRIPTION = """\
 evaluates a model: --data measures log-likelihood, --pairs pairwise accuracy, --prompts
 completions, with mean rewards and pass@k if --reward names reward functions"""
+
+_SAMPLING = ("seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings")
+# Option without which others have no effect -> those others.
+_USERS = {
+  "prompts": ("reward", "temperature", *_SAMPLING),
+  "pairs": ("reference", "per_token"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions(Samples, ModelOptions):
+  """The model, the files and the options of sampling.
+
+  Attributes:
+    model: Hugging Face folder or folder of a run; a reward model for `pairs`.
+    data: file of fine-tuning records: measures log-likelihood.
+    pairs: file of preference pairs: measures pairwise accuracy.
+    prompts: file of prompts with columns: samples completions.
+    out: folder for tables, records and a page of samples.
+    batch_size: rows of a batch.
+    max_length: tokens of a row; null: no limit.
+    show: records on the page.
+    chat: whether text prompts become user turns; auto: if there is a chat template.
+    template_args: further variables of the chat template.
+    reference: pairs: subtracts the log-probabilities of this model.
+    per_token: pairs: divides log-probabilities by the length.
+    reward: prompts: exact_match, pkg.mod:fn, /path/file.py:fn, as in reward.functions.
+    weights: weights of the functions; null: 1.
+    workers: processes that run functions.
+    threshold: smallest reward of a completion that passes; null: 1.
+    pass_at: the k of pass@k; null: 1, 2, 4, ..., up to `num_samples`.
+  """
+
+  model: str = setting(path="read", positional=True)
+  data: str | None = setting(None, path="read")
+  pairs: str | None = setting(None, path="read")
+  prompts: str | None = setting(None, path="read")
+  out: str | None = setting(None, path="written")
+  batch_size: int = 8
+  max_length: int | None = None
+  show: int = 64
+  chat: Literal["auto", "yes", "no"] = "auto"
+  template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  reference: str | None = setting(None, path="read")
+  per_token: bool = False
+  reward: tuple[str, ...] = ()
+  weights: tuple[float, ...] | None = None
+  workers: int | None = None
+  threshold: float | None = None
+  pass_at: tuple[int, ...] | None = None
+  max_new_tokens: int = 128
+
+  def __post_init__(self):
+    if self.data is None and self.pairs is None and self.prompts is None:
+      raise ValueError("nothing to evaluate; give --data, --pairs or --prompts")
+    checks.fields(
+      self,
+      batch_size=checks.COUNT,
+      show=checks.COUNT,
+      max_length=checks.Range(2),
+      workers=checks.NOT_NEGATIVE,
+    )
+    super().__post_init__()
+    for user, names in _USERS.items():
+      for name in names:
+        if getattr(self, user) is None and getattr(self, name):
+          raise ValueError(f"{name} has no effect without --{user}; omit it")
+    for name in ("pass_at", "weights", "workers", "threshold"):
+      if getattr(self, name) is not None and not self.reward:
+        raise ValueError(f"{name} has no effect without --reward; omit it")
+    if self.max_length is not None and self.data is None and self.pairs is None:
+      raise ValueError("max_length has no effect without --data or --pairs; omit it")
+    if (self.num_samples or 1) > 1 and not self.temperature:
+      raise ValueError(
+        f"num_samples is {self.num_samples}, but at --temperature 0 all samples are "
+        "equal; raise the temperature"
+      )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,21 +117,24 @@ def main(argv: Sequence[str]) -> None:
     ValueError: arguments that contradict each other, or an invalid record.
     OSError: the results cannot be written.
   """
-  args = _parsed(argv)
-  _check(args)
+  values = parser().read(argv)
+  args, settings = values.build(EvalOptions), values.build(DistributedSettings)
+  if args.out is not None:
+    run_folder.check_writable("--out", pathlib.Path(args.out))
+  model, adapter = run_folder.export_of(args.model, args.adapter)
+  args = dataclasses.replace(args, model=model, adapter=adapter)
   ks = _ks(args)
-  settings = _processes(args)
   several.join(settings)
   if jax.process_count() > 1:
     _compare(args, settings)
   rewarded = rewards.RewardSettings(
-    functions=tuple(args.reward),
-    weights=args.weights and tuple(args.weights),
+    functions=args.reward,
+    weights=args.weights,
     workers=args.workers or 0,
   )
   manager = rewards.build_rewards(rewarded)
   try:
-    if manager is not None:
+    if manager is not None and args.prompts is not None:
       records = files.open_file(args.prompts, PROMPT_ROWS)
       records.validate()
       first = PROMPT_ROWS.read(records[0], records.where(0))
@@ -82,21 +158,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"\ntables and records are in {folder}, samples in {folder / results.PAGE}")
 
 
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-  """Returns the arguments; `--model` has replaced MODEL."""
-  args = parser().parse_args(argv)
-  named = vars(args).pop("named")
-  if (named is None) == (args.model is None):
-    found = "missing" if named is None else f"{args.model}, and --model is {named}"
-    raise ValueError(
-      f"MODEL is {found}; give one model folder, MODEL or --model FOLDER"
-    )
-  args.model, args.adapter = run_folder.export_of(named or args.model, args.adapter)
-  return args
-
-
 def _evaluate(
-  args: argparse.Namespace,
+  args: EvalOptions,
   model: Transformer,
   tokenizer: TokenizerAdapter,
   manager: RewardManager | None,
@@ -136,44 +199,13 @@ def _evaluate(
         rewards=manager,
         threshold=1.0 if args.threshold is None else args.threshold,
         ks=ks,
-        options=steps | arguments.sampling_options(args),
+        options=steps | args.options,
       )
     )
   return sections
 
 
-def _check(args: argparse.Namespace) -> None:
-  if args.data is None and args.pairs is None and args.prompts is None:
-    raise ValueError("nothing to evaluate; give --data, --pairs or --prompts")
-  for name in ("batch_size", "show"):
-    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
-  two = checks.Range(2)
-  checks.number("--max_length", args.max_length, two, whole=True, optional=True)
-  checks.number("--threshold", args.threshold, optional=True)
-  if args.out is not None:
-    run_folder.check_writable("--out", pathlib.Path(args.out))
-  arguments.check_sampling(args)
-  users = {
-    "prompts": ("reward", "temperature", *_SAMPLING),
-    "pairs": ("reference", "per_token"),
-  }
-  for user, names in users.items():
-    for name in names:
-      if getattr(args, user) is None and getattr(args, name):
-        raise ValueError(f"--{name} has no effect without --{user}; omit it")
-  for name in ("pass_at", "weights", "workers", "threshold"):
-    if getattr(args, name) is not None and not args.reward:
-      raise ValueError(f"--{name} has no effect without --reward; omit it")
-  if args.max_length is not None and args.data is None and args.pairs is None:
-    raise ValueError("--max_length has no effect without --data or --pairs; omit it")
-  if (args.num_samples or 1) > 1 and not args.temperature:
-    raise ValueError(
-      f"--num_samples is {args.num_samples}, but at --temperature 0 all samples are "
-      "equal; raise the temperature"
-    )
-
-
-def _check_model(args: argparse.Namespace, model: Transformer) -> None:
+def _check_model(args: EvalOptions, model: Transformer) -> None:
   """Refuses a reward model where a language model is needed."""
   for name in ("data", "prompts"):
     if getattr(args, name) is not None and model.config.num_scores is not None:
@@ -183,7 +215,7 @@ def _check_model(args: argparse.Namespace, model: Transformer) -> None:
       )
 
 
-def _ks(args: argparse.Namespace) -> list[int]:
+def _ks(args: EvalOptions) -> list[int]:
   """Returns the k of pass@k; by default 1, 2, 4, ... up to --num_samples."""
   most = args.num_samples or 1
   if args.pass_at:
@@ -193,18 +225,11 @@ def _ks(args: argparse.Namespace) -> list[int]:
           f"--pass_at is {k}; expected 1 to the {most} completions of a prompt "
           "(--num_samples)"
         )
-    return args.pass_at
+    return [*args.pass_at]
   return [2**i for i in range(most.bit_length())]
 
 
-def _processes(args: argparse.Namespace) -> DistributedSettings:
-  names = (field.name for field in dataclasses.fields(DistributedSettings))
-  values = {name: getattr(args, several.PREFIX + name) for name in names}
-  given = {name: value for name, value in values.items() if value is not None}
-  return DistributedSettings(**given)
-
-
-def _compare(args: argparse.Namespace, settings: DistributedSettings) -> None:
+def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
   """Refuses processes whose arguments or files differ."""
   about = _about(args)
   models = {name: getattr(args, name) for name in ("model", "reference")}
@@ -215,78 +240,18 @@ def _compare(args: argparse.Namespace, settings: DistributedSettings) -> None:
   several.agree(settings, {k: str(v) for k, v in about["arguments"].items()}, files)
 
 
-def _about(args: argparse.Namespace) -> dict[str, Any]:
+def _about(args: EvalOptions) -> dict[str, Any]:
   """Returns the version, the arguments, and the digests of the files."""
   files = {
     name: fingerprints.of_file(getattr(args, name))
     for name in ("data", "pairs", "prompts")
     if getattr(args, name) is not None
   }
-  given = {k: v for k, v in vars(args).items() if not k.startswith(several.PREFIX)}
+  given = dataclasses.asdict(args)
   return {"tunix": tunix.__version__, "arguments": given, "sha256": files}
 
 
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  made = Parser("tunix eval", _DESCRIPTION)
-  add = made.add_argument
-  folder = "Hugging Face folder or folder of a run; a reward model for --pairs"
-  add("model", metavar="MODEL", nargs="?", help=folder)
-  add("--model", dest="named", metavar="FOLDER", help="another way to write MODEL")
-  add("--adapter", metavar="FOLDER", help="PEFT folder")
-  add("--tokenizer", metavar="FOLDER", help="default: the adapter's or the model's")
-  add("--data", metavar="FILE", help="fine-tuning records: measures log-likelihood")
-  add("--pairs", metavar="FILE", help="preference pairs: measures pairwise accuracy")
-  add("--prompts", metavar="FILE", help="prompts with columns: samples completions")
-  add("--out", metavar="FOLDER", help="write tables, records and a page of samples")
-  add("--batch_size", type=int, default=8, metavar="N", help="rows of a batch")
-  add("--max_length", type=int, metavar="N", help="tokens of a row; default: no limit")
-  add("--show", type=int, default=64, metavar="N", help="records on the page")
-  add(
-    "--chat",
-    choices=("auto", "yes", "no"),
-    default="auto",
-    help="whether text prompts become user turns; auto: if there is a chat template",
-  )
-  add(
-    "--template_args",
-    type=_mapping,
-    default={},
-    metavar="JSON",
-    help="further variables of the chat template",
-  )
-  add("--reference", metavar="FOLDER", help="pairs: subtract this model's log-probs")
-  add("--per_token", action="store_true", help="pairs: divide log-probs by the length")
-  add(
-    "--reward",
-    metavar="FUNCTION",
-    nargs="+",
-    default=[],
-    help="prompts: exact_match, pkg.mod:fn, /path/file.py:fn, as in reward.functions",
-  )
-  add("--weights", type=float, nargs="+", metavar="W", help="of functions; default: 1")
-  add("--workers", type=int, metavar="N", help="processes that run functions")
-  add(
-    "--threshold",
-    type=float,
-    metavar="REWARD",
-    help="smallest reward of a completion that passes; default: 1",
-  )
-  add("--pass_at", type=int, nargs="+", metavar="K", help="default: 1, 2, 4, ...")
-  arguments.add_sampling(made)
-  made.set_defaults(max_new_tokens=128)
-  add("--dtype", choices=("float32", "bfloat16", "float16"))
-  for name, key in keys.of(DistributedSettings).items():
-    kind = str if name == "coordinator" else int
-    add(f"--{several.PREFIX}{name}", type=kind, metavar="VALUE", help=key.meaning)
-  return made
-
-
-def _mapping(text: str) -> dict[str, Any]:
-  try:
-    value = json.loads(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
-  if not isinstance(value, dict):
-    raise argparse.ArgumentTypeError(f"{text} is {type(value).__name__}, not an object")
-  return value
+  processes = options.Section(DistributedSettings, several.PREFIX)
+  return Parser("tunix eval", _DESCRIPTION, options.Section(EvalOptions), processes)

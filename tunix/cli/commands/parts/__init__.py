@@ -1,1 +1,1 @@
-"""What commands share: arguments, tables, data files, the server of the chat page."""
+"""Parts of several commands: arguments, tables, data files, the chat page's server."""

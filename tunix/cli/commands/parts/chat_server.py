@@ -76,7 +76,7 @@ class ChatServer:
       for event in self._client.events("/v1/chat/completions", body):
         content, reasoning = _texts(event)
         if reasoning:
-          # As a model writes it that is not behind a server.
+          # A model without a server writes its reasoning between these marks.
           yield Part(reasoning if is_reasoning else f"<think>{reasoning}", False)
           is_reasoning = True
         if content:

@@ -5,7 +5,7 @@ It also has what this command and `tunix plan` share: their arguments and their 
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json as json_lib
 import pathlib
 import re
@@ -17,8 +17,10 @@ from flax import nnx
 
 from tunix.cli import config as config_lib
 from tunix.cli.commands import serve
+from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.make import loading
 from tunix.cli.run import folder as run_folder
+from tunix.cli.settings.options import Section, Values
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
@@ -41,6 +43,23 @@ _ABOUT = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+  """The devices and the form of a plan.
+
+  Attributes:
+    topology: v5e:2x4, v6e:2x4, ..., cpu:8, or gpu.
+    mesh: sizes of axes, as in fsdp=8,tp=2; null: tp over all devices.
+    json: prints all figures, with every collective.
+    markdown: prints the report as Markdown.
+  """
+
+  topology: str | None = None
+  mesh: str | None = None
+  json: bool = False
+  markdown: bool = False
+
+
 def main(argv: Sequence[str]) -> int:
   """Runs `tunix plan serve`; returns the exit code.
 
@@ -49,26 +68,29 @@ def main(argv: Sequence[str]) -> int:
     ImportError: libtpu is missing.
     ValueError: a number is out of range, or the topology or the mesh does not exist.
   """
-  made = serve.parser()
-  made.prog, made.description = "tunix plan serve", _ABOUT
-  add_arguments(made)
-  args = made.parse_args(list(argv))
-  check(args)
-  if args.draft_model is not None:
+  values = parser().read(argv)
+  args, draft = values.build(PlanOptions), values.build(serve.ServeOptions).draft_model
+  topology = check(args.topology, json=args.json, markdown=args.markdown)
+  if draft is not None:
     raise ValueError(
-      f"--draft_model is {args.draft_model!r}, but a plan has one model only: leave it "
+      f"--draft_model is {draft!r}, but a plan has one model only: leave it "
       "out, and plan the draft model as a model of its own"
     )
   mesh = {"tp": -1} if args.mesh is None else axes(args.mesh)
-  estimate = plan(args, args.topology, mesh)
+  estimate = plan(values, topology, mesh)
   return show(estimate, json=args.json, markdown=args.markdown)
 
 
-def plan(args: argparse.Namespace, topology: str, mesh: dict[str, int]) -> RunEstimate:
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  return serve.parser("tunix plan serve", _ABOUT, Section(PlanOptions))
+
+
+def plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
   """Compiles the programs of a server for a topology.
 
   Args:
-    args: arguments of `tunix serve`.
+    values: options of `tunix serve`.
     topology: name of a topology, see `tunix.plan.topology`.
     mesh: {axis: size}.
 
@@ -80,10 +102,10 @@ def plan(args: argparse.Namespace, topology: str, mesh: dict[str, int]) -> RunEs
     FileNotFoundError, ImportError, ValueError: see `main`.
   """
   where = topology_lib.find(topology)
-  grid, settings = where.mesh(mesh), _settings(args)
+  grid, settings = where.mesh(mesh), _settings(values.build(serve.ServeOptions))
   with mesh_lib.use_mesh(grid):
     model = loading.ModelLoader(settings, grid, of_shapes=True).model()
-  config = serve.engine_config(args, model)
+  config = serve.engine_config(values, model)
   records = _records(model, config)
   sampled, context = EngineRecords(records), config.max_tokens // 2
   planned = {
@@ -112,7 +134,7 @@ def plan(args: argparse.Namespace, topology: str, mesh: dict[str, int]) -> RunEs
   )
 
 
-def _settings(args: argparse.Namespace) -> RunSettings:
+def _settings(args: serve.ServeOptions) -> RunSettings:
   """Returns settings that name the model of a server."""
   names = {name for family in families.FAMILIES.values() for name in family.presets}
   key, source = "name", args.model
@@ -145,25 +167,17 @@ def _records(model: Transformer, config: EngineConfig) -> dict[str, ProgramRecor
 # Arguments and output of both commands.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of a plan."""
-  add = parser.add_argument
-  add("--topology", metavar="NAME", help="v5e:2x4, v6e:2x4, ..., cpu:8, or gpu")
-  add("--mesh", metavar="AXIS=SIZE,...", help="default: tp over all devices")
-  add("--json", action="store_true", help="print all figures, with every collective")
-  add("--markdown", action="store_true", help="print the report as Markdown")
-
-
-def check(args: argparse.Namespace) -> None:
-  """Refuses a plan without a topology, and two forms of output.
+def check(topology: str | None, *, json: bool, markdown: bool) -> str:
+  """Returns the topology; refuses a plan without one, and two forms of output.
 
   Raises:
     ValueError: names the argument.
   """
-  if args.json and args.markdown:
+  if json and markdown:
     raise ValueError("--json and --markdown are two forms of one plan: give one")
-  if args.topology is None:
+  if topology is None:
     raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
+  return topology
 
 
 def show(estimate: RunEstimate, *, json: bool, markdown: bool) -> int:

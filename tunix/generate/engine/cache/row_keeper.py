@@ -217,6 +217,6 @@ def _width(tokens: int, config: EngineConfig) -> int:
   whole = lambda tokens: -(-tokens // tile) * tile
   least, most = whole(_NARROWEST), whole(config.max_tokens)
   double = least * batching.bucket(-(-tokens // least))
-  # Between a power of two and its half there is one more.
+  # Widths are powers of two, and three quarters of each.
   between = whole(3 * double // 4)
   return min(most, between if tokens <= between and double > least else double)

@@ -7,7 +7,7 @@ uses costs nothing, and a row's token depends on its own rules only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,9 +32,7 @@ class Rules:
     keys: uint32 [B, 2], data of the random key of each request.
     rows: int32 [B], number of the completion under its key.
     temperature: float32 [B]; 0: the most likely token.
-    top_k: int32 [B]; the size of the vocabulary is off.
-    top_p: float32 [B]; 1 is off.
-    min_p: float32 [B]; 0 is off.
+    filter_values: values [B] of all filters, by name; see `filters.OFF`.
     bias_ids: int32 [B, F], ids with a bias, padded by `batching.NO_TOKEN`.
     bias: float32 [B, F].
     draws: bool, some temperature is above 0.
@@ -49,9 +47,7 @@ class Rules:
   keys: Leaf
   rows: Leaf
   temperature: Leaf
-  top_k: Leaf
-  top_p: Leaf
-  min_p: Leaf
+  filter_values: Mapping[str, Leaf]
   bias_ids: Leaf
   bias: Leaf
   draws: Leaf
@@ -142,9 +138,7 @@ def _drawn(
   """Returns sampled tokens and their log-probs; the best token at temperature 0."""
   is_sampled = rules.temperature > 0
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
-  filtered = lambda: filters.keep(
-    scaled, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p
-  )
+  filtered = lambda: filters.keep(scaled, **rules.filter_values)
   # A filter that is off must not cut a token of its row by a rounding error.
   kept = rules.when("filters", filtered, scaled)
   keys = jax.vmap(jax.random.wrap_key_data)(rules.keys)

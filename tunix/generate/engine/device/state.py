@@ -59,8 +59,9 @@ class Out:
     turns: int32 scalar, rounds of `decode`, summed over the slots that decoded in them.
     decoded: int32 scalar, tokens that they drew.
     proposed, accepted: int32 scalars, drafts that were run, and those that were right.
-    watched, predicted: int32 scalars: turns whose token was compared with the draft
-      that would have been its first, and those in which the draft was right.
+    watched, predicted: int32 scalars. A slot that decodes without drafts compares its
+      token with the draft that it would have had: the number of comparisons, and how
+      many were equal.
   """
 
   count: jax.Array

@@ -1,1 +1,1 @@
-"""What the host decides: order, pages, text. It touches no device."""
+"""Decisions of the host: order, pages, text. It touches no device."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from tunix.generate.drawing import filters
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device.choice import Rules
 from tunix.generate.engine.device.state import Blocks, Slots
@@ -57,7 +58,7 @@ def uses_of(request: EngineRequest) -> frozenset[str]:
   """Returns the flags of `choice.Rules` that a request needs."""
   used = {
     "draws": request.temperature > 0,
-    "filters": bool(request.sampling_options().filters),
+    "filters": bool(request.filters),
     "biases": bool(request.logit_bias),
     "scores": request.logprobs,
     "tops": request.top_logprobs > 0,
@@ -66,24 +67,19 @@ def uses_of(request: EngineRequest) -> frozenset[str]:
   return frozenset(name for name, is_used in used.items() if is_used)
 
 
-def rules_of(
-  running: Running, count: int, vocab_size: int, uses: frozenset[str]
-) -> Rules:
+def rules_of(running: Running, count: int, uses: frozenset[str]) -> Rules:
   """Returns the rules of the slots.
 
   Args:
     running: the completion in each slot.
     count: number of slots.
-    vocab_size: V.
     uses: flags that the programs are compiled for.
   """
   rules = Rules(
     keys=np.zeros((count, 2), np.uint32),
     rows=np.zeros(count, np.int32),
     temperature=np.zeros(count, np.float32),
-    top_k=np.full(count, vocab_size, np.int32),
-    top_p=np.ones(count, np.float32),
-    min_p=np.zeros(count, np.float32),
+    filter_values={name: np.full(count, off) for name, off in filters.OFF.items()},
     bias_ids=np.full((count, BIASES), batching.NO_TOKEN, np.int32),
     bias=np.zeros((count, BIASES), np.float32),
     **dict.fromkeys(FLAGS, np.False_),
@@ -97,7 +93,7 @@ def rules_of(
     rules.keys[at], rules.rows[at] = s.key, r.first_row + s.sample
     rules.temperature[at] = r.temperature
     for name, value in s.filters.items():
-      getattr(rules, name)[at] = value
+      rules.filter_values[name][at] = value
     if r.logit_bias:
       rules.bias_ids[at, : len(r.logit_bias)] = list(r.logit_bias)
       rules.bias[at, : len(r.logit_bias)] = list(r.logit_bias.values())

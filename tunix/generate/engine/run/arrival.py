@@ -52,7 +52,7 @@ def sequences_of(
   limit = _limit(ticket, model, config)
   stop_ids = tokenizer.eos_ids() if r.stop_ids is None else r.stop_ids
   _check_sizes(ticket, stop_ids, config)
-  key, filters = _key_data(r.seed), r.sampling_options().filters
+  key, filters = _key_data(r.seed), r.filters
   uses = arrays.uses_of(r)
   form = route_records.form_of(model) if config.record_routes else None
   return [
@@ -67,7 +67,7 @@ def sequences_of(
       stop_ids=tuple(map(int, stop_ids)),
       filters=filters,
       uses=uses,
-      reader=TextReader(tokenizer.decode, r.stop_strings, streams),
+      reader=TextReader(tokenizer.decode, r.stops, streams),
       adapter=adapter,
       matcher=_matcher(ticket, model.config.vocab_size),
       routes=None if form is None else form.empty(limit),

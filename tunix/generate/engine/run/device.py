@@ -83,7 +83,6 @@ class Device:
   def set_model(self, model: Transformer) -> None:
     """Takes the weights of a model at the next launch."""
     self._model, self._opened = model, None
-    self._vocab_size = model.config.vocab_size
 
   def release(self) -> None:
     """Frees the cache, and the copy of weights that decoding needs."""
@@ -131,7 +130,7 @@ class Device:
       carry = Round(slots, keeper.store, out, draft_store)
       keeper.store = None  # donated
       bank = self._bank_of(running)
-      rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
+      rules = arrays.rules_of(running, c.slots, self._uses)
       model = graph, state
       if masks is not None:
         carry, scored = self._masked(model, carry, rules, bank, plan, masks)

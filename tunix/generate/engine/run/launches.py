@@ -1,4 +1,4 @@
-"""Launches of an engine: what is run, and what becomes of the drawn tokens."""
+"""Launches of an engine: choosing their work, running them, reading their tokens."""
 
 from __future__ import annotations
 

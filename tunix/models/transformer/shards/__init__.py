@@ -1,1 +1,1 @@
-"""How arrays of the decoder lie on a mesh."""
+"""Placement of the decoder's arrays on a mesh."""

@@ -1,1 +1,1 @@
-"""Tools of environments: functions that a model calls, and a jail for code."""
+"""Tools of environments: functions that a model calls."""

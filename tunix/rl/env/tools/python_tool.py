@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from tunix.rl.env.tools.jail import Jail, JailSettings
-from tunix.rl.env.tools.results import ToolResult
+from tunix.rl.env.tools.results import ToolResult, of_jail
+from tunix.sandbox.jail import Jail, JailSettings
 
 _FILE = "main.py"
 
@@ -48,4 +48,4 @@ class PythonTool:
       The printed text and the error messages.
     """
     argv = [sys.executable, "-s", _FILE]
-    return self.jail.run(argv, files={**self._files, _FILE: code}).answer()
+    return of_jail(self.jail.run(argv, files={**self._files, _FILE: code}))

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from tunix.sandbox.jail import JailResult
+
 MAX_CHARS = 8192
 _MARK = "\n[{} characters left out]\n"
 
@@ -22,6 +24,11 @@ class ToolResult:
 
   text: str
   finish: str = "ok"
+
+
+def of_jail(result: JailResult) -> ToolResult:
+  """Returns the answer of a tool that ran a command in a jail."""
+  return ToolResult(text=result.text(), finish=result.finish)
 
 
 def as_text(value: Any) -> str:

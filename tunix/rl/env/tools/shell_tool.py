@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tunix.rl.env.tools.jail import Jail, JailSettings
-from tunix.rl.env.tools.results import ToolResult
+from tunix.rl.env.tools.results import ToolResult, of_jail
+from tunix.sandbox.jail import Jail, JailSettings
 
 
 class ShellTool:
@@ -40,4 +40,4 @@ class ShellTool:
     Returns:
       The printed text and the error messages.
     """
-    return self.jail.run(["/bin/sh", "-c", command], files=self._files).answer()
+    return of_jail(self.jail.run(["/bin/sh", "-c", command], files=self._files))

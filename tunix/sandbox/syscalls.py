@@ -1,4 +1,4 @@
-"""System calls of Linux that `jail_monitor` needs and Python 3.11 does not have.
+"""System calls of Linux that `monitor` needs and Python 3.11 does not have.
 
 The file has namespaces, mounts, rights, and a filter of system calls (seccomp). It
 imports only the standard library, because the monitor's process must start quickly.

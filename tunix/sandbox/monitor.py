@@ -3,7 +3,7 @@
 It runs between the trainer and the command: trainer -> monitor -> entry -> init ->
 command. The monitor is outside of the jail and reads the output. The entry moves into
 new namespaces; init is process 1 there, so the kernel kills all processes of the jail
-when init ends. `jail_cell` has the entry, init and the command's setup.
+when init ends. `cell` has the entry, init and the command's setup.
 
 The monitor reads a request as JSON from its standard input and writes the result as
 JSON to its standard output. It believes no process of the jail: it knows them from the
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tunix.rl.env.tools import jail_cell, jail_syscalls
+from tunix.sandbox import cell, syscalls
 
 _TICK_S = 0.05  # interval of the checks of memory and number of processes
 _KILL_S = 5.0
@@ -52,9 +52,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
   """
   if sys.platform == "linux":
     # Processes whose parent ended become children of the monitor, which kills them.
-    jail_syscalls.prctl(jail_syscalls.SUBREAPER, 1)
+    syscalls.prctl(syscalls.SUBREAPER, 1)
     # Closes its memory and descriptors to processes of its user; a fork inherits it.
-    jail_syscalls.prctl(jail_syscalls.DUMPABLE, 0)
+    syscalls.prctl(syscalls.DUMPABLE, 0)
   with contextlib.suppress(PermissionError):
     # Only root may: hundreds of processes of a jail must not keep the monitor waiting.
     os.setpriority(os.PRIO_PROCESS, 0, -15)
@@ -62,7 +62,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
   start = time.monotonic()
   entry = os.fork()
   if entry == 0:
-    jail_cell.enter(request, *(writer for _, writer in pipes))  # does not return
+    cell.enter(request, *(writer for _, writer in pipes))  # does not return
   for _, writer in pipes:
     os.close(writer)
   watch = _Watch(request, entry, [reader for reader, _ in pipes])
@@ -176,7 +176,7 @@ class _Watch:
   def _text(self, pipe: int) -> str:
     text = bytes(self._texts[pipe]).decode("utf-8", "replace")
     # The scratch folder has a random name where the jail has no root of its own.
-    return text.replace(self._request["scratch"], jail_cell.WORK)
+    return text.replace(self._request["scratch"], cell.WORK)
 
 
 def _facts(report: bytes) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def main(user: str, missing: list[str]) -> dict[str, Any]:
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as after exec: dumpable
   if calls := [x for x in missing if x != "others"]:
     _refuse(calls)
-  from tunix.rl.env.tools.jail import Jail, JailSettings
+  from tunix.sandbox.jail import Jail, JailSettings
 
   mark, python = f"89.{os.getpid()}", sys.executable
   with tempfile.TemporaryDirectory(dir="/tmp") as name:

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from tests.rl.env.tools import hostile
-from tunix.rl.env.tools.jail import Jail, JailSettings
+from tests.sandbox import hostile
+from tunix.sandbox.jail import Jail, JailSettings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
-ROOT = pathlib.Path(__file__).parents[4]
+ROOT = pathlib.Path(__file__).parents[2]
 MEMORY = 400 << 20
 
 
@@ -36,15 +36,15 @@ def test_a_program_runs_with_files_and_input():
   argv = [sys.executable, "-c", code]
   result = jail.run(argv, stdin="é\0", files={"data/a.txt": "ü"})
   assert (result.finish, result.stdout, result.exit_code) == ("ok", "üé\0\n", 0)
-  assert result.answer().text == "üé\0"
+  assert result.text() == "üé\0"
 
 
 def test_an_exception_has_the_same_text_in_each_call():
   one, two = run("import nothing"), run("import nothing")
   assert (one.finish, one.reason, one.exit_code) == ("error", "exit code 1", 1)
   assert one.stderr == two.stderr
-  assert "ModuleNotFoundError" in one.answer().text
-  assert one.answer().text.endswith("[error: exit code 1]")
+  assert "ModuleNotFoundError" in one.text()
+  assert one.text().endswith("[error: exit code 1]")
 
 
 def test_hash_order_is_the_same_in_each_call():
@@ -287,9 +287,9 @@ def test_files_stay_in_the_working_folder(name):
 # container without rights has.
 BARE = f"""
 import logging, sys
-from tunix.rl.env.tools import jail_syscalls
-from tunix.rl.env.tools.jail import Jail, JailSettings
-jail_syscalls.filter_calls(network=True)
+from tunix.sandbox import syscalls
+from tunix.sandbox.jail import Jail, JailSettings
+syscalls.filter_calls(network=True)
 logging.basicConfig()
 jail = Jail(JailSettings(processes=8, wall_s=20))
 for code in ("print(1)", {FORKS!r}):

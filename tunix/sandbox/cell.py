@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tunix.rl.env.tools import jail_landlock as landlock, jail_syscalls as syscalls
+from tunix.sandbox import landlock, syscalls
 
 _TEMPORARY = "/tmp"  # the only folder for writing, in a root of its own
 WORK = "/tmp/work"  # the folder of the command
@@ -41,7 +41,7 @@ def enter(
   """Becomes the entry process of a jail: runs the command of a request, and exits.
 
   Args:
-    request: the request, see `jail_monitor.run`.
+    request: the request, see `monitor.run`.
     stdout, stderr: descriptors of the command's output.
     report: descriptor that receives lines of JSON, and is closed when the command
       begins.

@@ -1,21 +1,14 @@
+import dataclasses
 import itertools
 import json
-import typing
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tunix.generate.answers import tool_calls
-from tunix.generate.answers.tool_calls import (
-  Llama3Reader,
-  Piece,
-  PlainReader,
-  ReasoningReader,
-  hermes_reader,
-  mistral_reader,
-)
-from tunix.serve.settings import ToolFormat
+from tunix.generate.answers.formats import FORMATS, format_of
+from tunix.generate.answers.pieces import Piece
+from tunix.generate.answers.reasoning import PlainReader, ReasoningReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -49,15 +42,17 @@ def test_tags_inside_an_answer_are_text():
 
 
 def test_hermes_calls():
-  piece = read(hermes_reader(), f"I add.\n{CALL}\n{CALL}")
+  piece = read(FORMATS["hermes"].reader(()), f"I add.\n{CALL}\n{CALL}")
   assert piece.content == "I add."
   assert calls(piece) == [("add", {"a": 1})] * 2
   assert len({call.id for call in piece.calls}) == 2
   for between in ("\n", " ", ""):  # several calls between one pair of marks
     together = f"{CALL}\n{CALL}".replace("\n</tool_call>\n<tool_call>\n", between)
-    assert calls(read(hermes_reader(), together)) == [("add", {"a": 1})] * 2
-    assert read(hermes_reader(), together).content == ""
-  unclosed = read(hermes_reader(), CALL.removesuffix("</tool_call>"))
+    assert (
+      calls(read(FORMATS["hermes"].reader(()), together)) == [("add", {"a": 1})] * 2
+    )
+    assert read(FORMATS["hermes"].reader(()), together).content == ""
+  unclosed = read(FORMATS["hermes"].reader(()), CALL.removesuffix("</tool_call>"))
   assert calls(unclosed) == [("add", {"a": 1})]
 
 
@@ -66,31 +61,50 @@ def test_hermes_calls():
 )
 def test_hermes_blocks_that_are_no_calls_stay_text(body):
   text = f"x <tool_call>{body}</tool_call>"
-  assert read(hermes_reader(), text) == Piece(content=text)
+  piece = Piece(content=text, malformed="<tool_call>")
+  assert read(FORMATS["hermes"].reader(()), text) == piece
 
 
 def test_llama3_calls():
   one = '{"name": "add", "parameters": {"a": 1}}'
-  reader = lambda: Llama3Reader(["add"])
+  reader = lambda: FORMATS["llama3"].reader(["add"])
   assert calls(read(reader(), f"<|python_tag|>{one}; {one}")) == [("add", {"a": 1})] * 2
   other = one.replace("add", "sub")
-  assert read(reader(), other) == Piece(content=other)
+  assert read(reader(), other) == Piece(content=other, malformed="{")
   assert read(reader(), "{a set}") == Piece(content="{a set}")
   assert reader().push("so ").content == "so "  # text is not held back
 
 
 def test_mistral_calls():
   old = 'x [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
-  piece = read(mistral_reader(), old)
+  piece = read(FORMATS["mistral"].reader(()), old)
   assert piece.content == "x" and calls(piece) == [("add", {"a": 1})]
   assert len(piece.calls[0].id) == 9  # what Mistral's templates demand
   new = '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": {"c": 2}}'
-  assert calls(read(mistral_reader(), new)) == [
+  assert calls(read(FORMATS["mistral"].reader(()), new)) == [
     ("add", {"a": 1}),
     ("sub", {"b": {"c": 2}}),
   ]
   broken = "[TOOL_CALLS]add[ARGS]{"
-  assert read(mistral_reader(), broken) == Piece(content=broken)
+  piece = Piece(content=broken, malformed="[TOOL_CALLS]")
+  assert read(FORMATS["mistral"].reader(()), broken) == piece
+
+
+@pytest.mark.parametrize(
+  ("form", "text", "mark"),
+  [
+    ("harmony", "<|channel|>commentary to=functions.add", "to=functions.add"),
+    ("harmony", "<|channel|>final", ""),
+    ("harmony", "<|channel|>final<|message|>see to=functions.add", ""),
+    ("llama3", "I call <|python_tag|>add()", "<|python_tag|>"),
+    ("llama3", '{"a": 1}', ""),
+    ("hermes", "so <tool_", ""),
+    ("none", CALL, ""),
+  ],
+)
+def test_the_mark_of_a_call_that_cannot_be_read(form, text, mark):
+  assert read(FORMATS[form].reader(["add"]), text).malformed == mark
+  assert read(FORMATS[form].reader(["add"]), *text).malformed == mark
 
 
 TEXTS = st.lists(
@@ -118,23 +132,21 @@ TEXTS = st.lists(
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 @hypothesis.given(TEXTS, st.lists(st.integers(0, 80), max_size=8), st.booleans())
-@pytest.mark.parametrize(
-  "tool_format", sorted({*typing.get_args(ToolFormat)} - {"auto"})
-)
+@pytest.mark.parametrize("tool_format", sorted(FORMATS))
 def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_open):
   places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
   parts = [text[a:b] for a, b in itertools.pairwise(places)]
 
   def reader():
-    return ReasoningReader(tool_calls.tool_reader(tool_format, ["add"]), is_open)
+    return ReasoningReader(FORMATS[tool_format].reader(["add"]), is_open)
 
   whole, stream = read(reader(), text), read(reader(), *parts)
-  assert (stream.reasoning, stream.content) == (whole.reasoning, whole.content)
   assert calls(stream) == calls(whole)
+  assert dataclasses.replace(stream, calls=()) == dataclasses.replace(whole, calls=())
 
 
 def test_formats_are_read_off_templates():
-  assert tool_calls.format_of("{{ '<tool_call>' }}") == "hermes"
-  assert tool_calls.format_of({"default": "", "tool_use": "[TOOL_CALLS]"}) == "mistral"
-  assert tool_calls.format_of('{"name": x, "parameters": y}') == "llama3"
-  assert tool_calls.format_of(None) == "none"
+  assert format_of("{{ '<tool_call>' }}") == "hermes"
+  assert format_of({"default": "", "tool_use": "[TOOL_CALLS]"}) == "mistral"
+  assert format_of('{"name": x, "parameters": y}') == "llama3"
+  assert format_of(None) == "none"

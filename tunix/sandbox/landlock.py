@@ -6,7 +6,7 @@ memory and descriptors of processes outside of the domain. From version 6 of the
 interface (Linux 6.12) it sends them no signals either.
 
 See linux/landlock.h and https://docs.kernel.org/userspace-api/landlock.html. The file
-imports only the standard library, as `jail_syscalls` does.
+imports only the standard library, as `syscalls` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from tunix.rl.env.tools import jail_syscalls
+from tunix.sandbox import syscalls
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # x86_64 and aarch64
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
@@ -45,20 +45,20 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
   Raises:
     OSError: the kernel has no Landlock, or one that does not cover all writing.
   """
-  version = jail_syscalls.call(_CREATE, 0, 0, _VERSION_FLAG)
+  version = syscalls.call(_CREATE, 0, 0, _VERSION_FLAG)
   if version < _FIRST:
     raise OSError(38, f"Landlock of version {version}; expected {_FIRST} or later")
   has_scopes = version >= _FIRST_WITH_SIGNALS
   attributes = struct.pack("QQQ", _ALL, 0, _SCOPES if has_scopes else 0)
   size = len(attributes) if has_scopes else 8
-  rules = jail_syscalls.call(_CREATE, attributes, size, 0)
+  rules = syscalls.call(_CREATE, attributes, size, 0)
   try:
     for path in readable:
       _allow(rules, path, _READ)
     for path in writable:
       _allow(rules, path, _ALL)
-    jail_syscalls.prctl(jail_syscalls.NO_NEW_PRIVILEGES, 1)
-    jail_syscalls.call(_RESTRICT, rules, 0)
+    syscalls.prctl(syscalls.NO_NEW_PRIVILEGES, 1)
+    syscalls.call(_RESTRICT, rules, 0)
   finally:
     os.close(rules)
   return has_scopes
@@ -71,6 +71,6 @@ def _allow(rules: int, path: str, rights: int) -> None:
       if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
         rights &= _OF_FILES
       rule = struct.pack("=Qi", rights, descriptor)
-      jail_syscalls.call(_ADD, rules, _PATH_BENEATH, rule, 0)
+      syscalls.call(_ADD, rules, _PATH_BENEATH, rule, 0)
     finally:
       os.close(descriptor)

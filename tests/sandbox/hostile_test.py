@@ -11,9 +11,9 @@ import tempfile
 
 import pytest
 
-from tests.rl.env.tools import hostile
+from tests.sandbox import hostile
 
-ROOT = pathlib.Path(__file__).parents[4]
+ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
   sys.platform != "linux" or os.geteuid() != 0, reason="needs Linux and root"
 )

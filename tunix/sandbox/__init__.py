@@ -1,0 +1,1 @@
+"""Code of others: a jail for programs, and processes for functions that may hang."""
