@@ -121,7 +121,7 @@ def test_rows_of_environments_have_the_routes_of_all_turns():
   again = saved_rollouts.from_json(saved)
   np.testing.assert_array_equal(again.completion_routes, rollouts.completion_routes)
   assert again.completion_routes.dtype == np.uint8
-  assert again.episodes[0].turns[0].routes is None
+  assert again.episodes[0].turns[0].tokens.routes is None
 
 
 @pytest.mark.slow

@@ -11,15 +11,9 @@ import numpy as np
 
 from tests import toys_text
 from tunix.generate import outputs
-from tunix.generate.engine.request import (
-  Delta,
-  EngineDead,
-  PromptScores,
-  RequestError,
-  Ticket,
-  TopLogprobs,
-)
+from tunix.generate.engine.request import EngineDead, RequestError, Ticket
 from tunix.generate.padded.completions import settled
+from tunix.generate.tokens import Delta, Tokens
 
 VOCAB = 514
 
@@ -57,11 +51,13 @@ def scores(tokens: Any) -> np.ndarray:
   return np.array([logprob(int(t)) for t in tokens], np.float32)
 
 
-def top_of(tokens: Any, count: int) -> TopLogprobs:
+def top_of(tokens: Any, count: int) -> dict[str, np.ndarray]:
   """The token itself is the most likely one if it is even, else the second."""
   ids = np.array([[t - t % 2 + k for k in range(count)] for t in tokens], np.int32)
   ids = ids.reshape(len(ids), count)
-  return TopLogprobs(ids=ids, logprobs=np.float32(-0.01) * np.float32(ids + 1))
+  if not count:
+    return {}
+  return {"top_ids": ids, "top_logps": np.float32(-0.01) * np.float32(ids + 1)}
 
 
 class FakeEngine:
@@ -133,8 +129,8 @@ class FakeEngine:
       return
     if request.prompt_logprobs and row.ticket.prompt_scores is None:
       rest, most = request.prompt[1:], request.top_logprobs
-      row.ticket.prompt_scores = PromptScores(
-        logprobs=scores(rest), top=top_of(rest, most) if most else None
+      row.ticket.prompt_scores = Tokens(
+        ids=rest, logps=scores(rest), **top_of(rest, most)
       )
     new = row.tokens[row.given : row.given + self.rounds]
     row.given += len(new)
@@ -154,10 +150,10 @@ class FakeEngine:
     delta = Delta(
       sample=row.sample,
       text=text[row.sent :],
-      tokens=tokens,
-      logprobs=scores(new) if request.logprobs else None,
-      sampling_logprobs=scores(new) if request.logprobs else None,
-      top=top_of(new, request.top_logprobs) if request.top_logprobs else None,
+      ids=tokens,
+      logps=scores(new) if request.logprobs else None,
+      sampling_logps=scores(new) if request.logprobs else None,
+      **top_of(new, request.top_logprobs),
       versions=np.full(len(new), self.version, np.int32),
       finish_reason=reason,
     )
@@ -171,11 +167,7 @@ class FakeEngine:
   def _end(self, row: Row, reason: str) -> None:
     self.rows = [r for r in self.rows if r is not row]
     none = np.zeros(0, np.int32)
-    row.ticket.put(
-      Delta(
-        sample=row.sample, text="", tokens=none, versions=none, finish_reason=reason
-      )
-    )
+    row.ticket.put(Delta(sample=row.sample, versions=none, finish_reason=reason))
 
   def die(self, error: BaseException) -> None:
     with self.lock:

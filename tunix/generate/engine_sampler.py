@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,12 +19,13 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
-from tunix.generate.engine.request import Delta, EngineRequest, Ticket
+from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine.run import arrays
 from tunix.generate.padded import exact, requests
 from tunix.generate.padded.completions import Increment
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.generate.sizes import batching
+from tunix.generate.tokens import Completion, Delta
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
@@ -141,25 +141,25 @@ class EngineSampler(BaseSampler):
   ) -> SamplerOutput:
     if self._is_for_padded(options):
       return self._padded.sample(prompts, options)
+    rows = self.complete(prompts, options)
+    return outputs.output_of(self.tokenizer, prompts, options, rows)
+
+  def complete(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> list[Completion]:
+    """Completes prompts that were checked already; see `Sampler.complete`."""
+    if self._is_for_padded(options):
+      return self._padded.complete(prompts, options)
     engine = self._ready(prompts, options)
     try:
       done = engine.run(self._requests(prompts, options))
     finally:
       self._rest()
     rows = [completion for each in done for completion in each]
-    columns: dict[str, Any] = {
-      "tokens": [row.tokens for row in rows],
-      "finish_reasons": [row.finish_reason for row in rows],
-    }
-    if options.return_logprobs:
-      columns["logprobs"] = [row.logprobs for row in rows]
-      columns["sampling_logprobs"] = [row.sampling_logprobs for row in rows]
-    if options.return_routes:
-      columns["routes"] = [row.routes for row in rows]
     if options.exact:
       mesh = requests.mesh_of(nnx.state(self.transformer))
-      columns |= exact.columns(self.transformer, prompts, columns, options, mesh)
-    return outputs.sampler_output(self.tokenizer, prompts, options, **columns)
+      rows = exact.scored(self.transformer, rows, options, mesh)
+    return rows
 
   def stream(
     self,
@@ -181,7 +181,7 @@ class EngineSampler(BaseSampler):
           engine.step()
           for number, ticket in enumerate(tickets):
             first = number * checked.num_samples
-            yield from (_increment(first, x, checked) for x in _arrived(ticket))
+            yield from (_increment(first, x, checked) for x in ticket.arrived())
       finally:
         for ticket in tickets:
           engine.cancel(ticket)
@@ -318,23 +318,13 @@ def _holds(have: EngineConfig, wanted: EngineConfig) -> bool:
   return same and have.slots >= wanted.slots and have.max_tokens >= wanted.max_tokens
 
 
-def _arrived(ticket: Ticket) -> Iterator[Delta]:
-  while True:
-    try:
-      yield ticket.get(0)
-    except queue.Empty:
-      return
-
-
 def _increment(first: int, delta: Delta, options: SamplingOptions) -> Increment:
   """Returns a delta as an increment of row `first` + its sample."""
-  ended = delta.finish_reason == "eos" and not options.include_eos
-  cut = lambda x: x if x is None else x[: len(delta.tokens) - ended]
+  kept = outputs.kept_tokens(delta.ids, delta.finish_reason, options)
   return Increment(
     row=first + delta.sample,
     text=delta.text,
-    tokens=delta.tokens[: len(delta.tokens) - ended],
-    logprobs=cut(delta.logprobs),
-    sampling_logprobs=cut(delta.sampling_logprobs),
+    prompt=delta.prompt,
     finish_reason=delta.finish_reason,
+    **delta.cut(len(kept)).columns(),
   )

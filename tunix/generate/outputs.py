@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from tunix.generate.drawing import stops as stops_lib
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]
 
@@ -51,6 +54,14 @@ def text_of(
     # lose its first space, which SentencePiece drops at the start of a text.
     text = decode(np.concatenate([prompt, ids]))
   return text[: len(text) - cut]
+
+
+def with_text(
+  row: Completion, tokenizer: TokenizerAdapter, stops: Sequence[str]
+) -> Completion:
+  """Returns a completion with its text."""
+  text = text_of(tokenizer.decode, row.ids, row.finish_reason, stops)
+  return dataclasses.replace(row, text=text)
 
 
 def find_stop(
@@ -108,10 +119,8 @@ def sampler_output(
   logits: Sequence[np.ndarray] | None = None,
   logprobs: Sequence[np.ndarray] | None = None,
   sampling_logprobs: Sequence[np.ndarray] | None = None,
-  routes: Sequence[np.ndarray] | None = None,
-  width: int | None = None,
 ) -> SamplerOutput:
-  """Builds the output of a call from its B = P * num_samples ended rows.
+  """Builds the output of a user's sampler from its B = P * num_samples ended rows.
 
   Args:
     tokenizer: turns ids into text.
@@ -121,10 +130,30 @@ def sampler_output(
       end-of-sequence token that ended the row, or ends with the token that completes a
       stop string.
     finish_reasons: B of "eos", "stop", "length".
-    logits: one entry a token for each row, as in SamplerOutput; or None.
-    logprobs: one entry a token for each row, as in SamplerOutput; or None.
-    sampling_logprobs: one entry a token for each row, as in SamplerOutput; or None.
-    routes: the experts of each row's prompt and tokens, as in SamplerOutput; or None.
+    logits, logprobs, sampling_logprobs: one entry a token for each row, as in
+      SamplerOutput; or None.
+  """
+  named = {"logits": logits, "logps": logprobs, "sampling_logps": sampling_logprobs}
+  known: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
+  rows = [
+    Completion(ids=ids, finish_reason=end, **{name: x[i] for name, x in known.items()})
+    for i, (ids, end) in enumerate(zip(tokens, finish_reasons))
+  ]
+  return output_of(tokenizer, prompts, options, rows)
+
+
+def output_of(
+  tokenizer: TokenizerAdapter,
+  prompts: Sequence[np.ndarray],
+  options: SamplingOptions,
+  rows: Sequence[Completion],
+  width: int | None = None,
+) -> SamplerOutput:
+  """Builds the output of a call; see `sampler_output`.
+
+  Args:
+    tokenizer, prompts, options: see `sampler_output`.
+    rows: B completions. Their prompts and texts are not used.
     width: tokens of a padded prompt. None: `max_prompt_length`, or a power of two.
   """
   fill, stops = fill_id(tokenizer), options.stops
@@ -134,37 +163,35 @@ def sampler_output(
   if width is None:
     width = batching.bucket(max(map(len, prompts)), batching.MIN_TOKENS)
   padded, _ = batching.left_padded(each, len(each), width, fill)
-  rows = list(zip(tokens, finish_reasons))
-  lengths = [len(kept_tokens(*row, options)) for row in rows]
+  kept = [x.cut(len(kept_tokens(x.ids, x.finish_reason, options))) for x in rows]
   steps = int(np.max(options.max_generation_steps))
 
-  def column(values, fill=0):
-    if values is None:
+  def column(name, fill=0):
+    values = [getattr(row, name) for row in kept]
+    if any(x is None for x in values):
       return None
-    # Copies, because a view would keep the buffers of all rows in memory.
-    cut = [x[:length].copy() for x, length in zip(values, lengths)]
     if not options.pad_output:
-      return cut
-    return batching.right_padded(cut, steps, cut[0].dtype, fill)
+      return values
+    return batching.right_padded(values, steps, values[0].dtype, fill)
 
-  ids = column(tokens, fill)
+  ids = column("ids", fill)
   assert ids is not None
   if options.echo and isinstance(ids, list):
     ids = [np.concatenate(pair) for pair in zip(each, ids)]
   elif options.echo:
     ids = np.concatenate([padded, ids], axis=1)
+  routes: list[Any] = [row.routes for row in kept]
   shown = each if options.echo else [None] * len(each)
   return SamplerOutput(
     text=[
-      text_of(tokenizer.decode, *row, stops, prompt) for row, prompt in zip(rows, shown)
+      text_of(tokenizer.decode, row.ids, row.finish_reason, stops, prompt)
+      for row, prompt in zip(rows, shown)
     ],
     tokens=ids,
     padded_prompt_tokens=padded,
-    logits=column(logits),
-    logprobs=column(logprobs),
-    sampling_logprobs=column(sampling_logprobs),
-    routes=None
-    if routes is None
-    else [x[: len(p) + n].copy() for x, p, n in zip(routes, each, lengths)],
-    finish_reasons=list(finish_reasons),
+    logits=column("logits"),
+    logprobs=column("logps"),
+    sampling_logprobs=column("sampling_logps"),
+    routes=None if routes[0] is None else routes,
+    finish_reasons=[row.finish_reason for row in rows],
   )

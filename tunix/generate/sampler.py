@@ -24,6 +24,7 @@ from tunix.generate.padded import decode, exact as exact_lib, requests
 from tunix.generate.padded.completions import Increment, RowReader
 from tunix.generate.padded.requests import Request
 from tunix.generate.sizes.batching import Shape
+from tunix.generate.tokens import Completion
 from tunix.perf import programs
 from tunix.utils import checks, mesh as mesh_lib
 
@@ -117,10 +118,21 @@ class Sampler(BaseSampler):
     """Completes prompts that were checked already; see `BaseSampler._sample`."""
     return self._sample(prompts, options)
 
+  def complete(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> list[Completion]:
+    """Completes prompts that were checked already; the texts are not decoded."""
+    return self._completed(self._prepare(prompts, options), prompts)
+
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
     request = self._prepare(prompts, options)
+    rows = self._completed(request, prompts)
+    return outputs.output_of(self.tokenizer, prompts, options, rows, request.width)
+
+  def _completed(self, request: Request, prompts: list[np.ndarray]) -> list[Completion]:
+    options = request.options
     reader = self._reader(request)
     if options.beam_size is None:
       every = STOP_STEPS if options.stops else None
@@ -128,16 +140,10 @@ class Sampler(BaseSampler):
         reader.read(out)
     else:
       reader.read(self._search(request, options.beam_size))
-    columns = reader.columns()
-    if options.return_routes:
-      columns["routes"] = reader.routes(prompts)
+    rows = reader.completions(prompts)
     if options.exact:
-      columns |= exact_lib.columns(
-        self.transformer, prompts, columns, options, request.mesh
-      )
-    return outputs.sampler_output(
-      self.tokenizer, prompts, options, width=request.width, **columns
-    )
+      rows = exact_lib.scored(self.transformer, rows, options, request.mesh)
+    return rows
 
   def stream(
     self,

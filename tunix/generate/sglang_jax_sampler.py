@@ -20,7 +20,8 @@ from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.external import rows as engine_rows
 from tunix.generate.external.http import Client
-from tunix.generate.external.rows import Answer, EngineError
+from tunix.generate.external.rows import EngineError
+from tunix.generate.tokens import Completion
 from tunix.models.transformer.model import Transformer
 
 
@@ -155,23 +156,24 @@ class SglangJaxSampler(BaseSampler):
       for _ in range(options.num_samples)
     ]
 
-  def _row(self, answer: Any, options: SamplingOptions) -> Answer:
+  def _row(self, answer: Any, options: SamplingOptions) -> Completion:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
     found = meta.get("output_token_logprobs")
     if not found:
       raise EngineError(
         f"SGLang-JAX answered {str(answer)[:200]}, without output_token_logprobs"
       )
-    logprobs = [entry[0] for entry in found]
+    logps = np.array([entry[0] for entry in found], np.float32)
     tokens = np.array([entry[1] for entry in found], np.int32)
     finish = meta.get("finish_reason") or {}
     if finish.get("type") not in ("stop", "length"):
       raise EngineError(f"SGLang-JAX ended a completion with {finish}")
     if finish["type"] == "length":
-      return tokens, logprobs, self._reason_at_limit(tokens, options)
-    # `matched` is the stop string, or the id of the end-of-sequence token.
-    is_text = isinstance(finish.get("matched"), str)
-    return tokens, logprobs, "stop" if is_text else "eos"
+      reason = self._reason_at_limit(tokens, options)
+    else:
+      # `matched` is the stop string, or the id of the end-of-sequence token.
+      reason = "stop" if isinstance(finish.get("matched"), str) else "eos"
+    return Completion(ids=tokens, logps=logps, finish_reason=reason)
 
   def _reason_at_limit(self, tokens: np.ndarray, options: SamplingOptions) -> str:
     """Returns the finish reason of a row for which the engine returns "length".

@@ -18,7 +18,8 @@ from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.external import rows as engine_rows
 from tunix.generate.external.http import Client, Refused
-from tunix.generate.external.rows import Answer, EngineError, LogprobKind
+from tunix.generate.external.rows import EngineError, LogprobKind
+from tunix.generate.tokens import Completion
 from tunix.models.transformer.model import Transformer
 
 
@@ -206,7 +207,7 @@ class VllmSampler(BaseSampler):
     return choices * (options.num_samples // count)
 
 
-def _row(choice: dict[str, Any], options: SamplingOptions) -> Answer:
+def _row(choice: dict[str, Any], options: SamplingOptions) -> Completion:
   tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
   if tokens is None:
     raise EngineError(
@@ -226,4 +227,8 @@ def _row(choice: dict[str, Any], options: SamplingOptions) -> Answer:
     raise EngineError(
       f"vLLM answered {len(logprobs)} log-probs for {len(tokens)} tokens"
     )
-  return np.asarray(tokens, np.int32), logprobs, reason
+  return Completion(
+    ids=np.asarray(tokens, np.int32),
+    logps=np.asarray(logprobs, np.float32),
+    finish_reason=reason,
+  )

@@ -25,14 +25,13 @@ import jax
 import numpy as np
 
 from tunix.generate.sizes import batching
-from tunix.rl import route_arrays
+from tunix.rl import row_arrays
 from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-_PROMPT_ARRAYS = ("prompt_ids", "prompt_mask", "prompt_routes")
 
 
 @jax.tree_util.register_dataclass
@@ -210,7 +209,7 @@ class Rollouts:
     )
 
   def _row_arrays(self) -> dict[str, np.ndarray]:
-    arrays = {name: getattr(self, name) for name in _ROW_ARRAYS}
+    arrays = {name: getattr(self, name) for name in row_arrays.NAMES}
     return {name: x for name, x in arrays.items() if x is not None}
 
   def with_episode_rows(self, count: int) -> Rollouts:
@@ -222,7 +221,7 @@ class Rollouts:
       parts = x.reshape(len(self.text), self.episode_rows, *x.shape[1:])
       added = np.repeat(parts[:, :1], count - self.episode_rows, axis=1)
       # A row needs a prompt. Nothing of its completion counts.
-      added = added if name in _PROMPT_ARRAYS else np.zeros_like(added)
+      added = added if name in row_arrays.PROMPTS else np.zeros_like(added)
       return np.concatenate([parts, added], axis=1).reshape(-1, *x.shape[1:])
 
     arrays = {name: padded(name, x) for name, x in self._row_arrays().items()}
@@ -234,13 +233,6 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-_ROW_ARRAYS = (
-  *TOKEN_ARRAYS,
-  *route_arrays.NAMES,
-  "rollout_logps",
-  "turn_rewards",
-  "versions",
-)
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation", "seconds")
 
@@ -278,7 +270,7 @@ def _stacked(
   arrays = [none(part) if x is None else x for x, part in zip(arrays, parts)]
   width = max(x.shape[1] for x in arrays)
   # Prompts are padded on the left, so that every prompt ends where completions start.
-  sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
+  sides = (1, 0) if name in row_arrays.PROMPTS else (0, 1)
   padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
   pad = lambda x, p: np.pad(x, ((0, 0), p, *((0, 0),) * (x.ndim - 2)))
   return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
@@ -328,25 +320,12 @@ def rollouts_of(
   """
   width = _width(out.prompt_tokens, config.max_prompt_length, bucketed)
   space = _width(out.tokens, config.max_tokens_to_generate, bucketed)
-  rows = len(out.tokens)
-  prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
-  lengths = np.array([len(row) for row in out.tokens])
-  stamps = out.versions
-  if stamps is not None:
-    stamps = batching.right_padded(stamps, space, np.int32)
   return Rollouts(
     batch=batch,
     text=out.text,
     finish_reasons=out.finish_reasons,
-    prompt_ids=prompt_ids,
-    prompt_mask=prompt_mask,
-    completion_ids=batching.right_padded(out.tokens, space, np.int32),
-    # The mask comes from the lengths, because the padding id 0 can also be a token.
-    completion_mask=np.arange(space) < lengths[:, None],
-    rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
-    versions=stamps,
     group_size=group_size,
-    **route_arrays.padded(out.routes, out.prompt_tokens, width, space),
+    **row_arrays.of(out.completions(), width, space),
   )
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
 from tunix.perf.metrics import PerfMetricsConfig
-from tunix.rl import inference_worker, metrics, roles, route_arrays, utils
+from tunix.rl import inference_worker, metrics, roles, row_arrays, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.env.policy import Policy
@@ -370,7 +370,7 @@ class RLCluster:
     size = micro_batch_size or self._training.compute_logps_micro_batch_size
     at_once = None if size is None else size * rows.group_size
     # Only the actor replays the routes of the sampler: the other models were not there.
-    names = (*TOKEN_ARRAYS, *route_arrays.NAMES) if role is Role.ACTOR else TOKEN_ARRAYS
+    names = (*TOKEN_ARRAYS, *row_arrays.ROUTES) if role is Role.ACTOR else TOKEN_ARRAYS
     arrays = {name: x for name in names if (x := getattr(rows, name)) is not None}
     if role is Role.ACTOR:
       model = self.actor_trainer.model

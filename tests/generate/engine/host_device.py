@@ -13,6 +13,7 @@ import numpy as np
 from tests import toys
 from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.device.choice import Chosen
 from tunix.generate.engine.device.state import Out, PromptOut
 from tunix.generate.engine.host import layer_groups
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -126,11 +127,13 @@ class HostDevice:
     ints = lambda *shape: np.zeros(shape, np.int32)
     return Out(
       count=ints(c.slots),
-      tokens=ints(c.slots, width),
-      logps=np.zeros((c.slots, width), np.float32),
-      sampling_logps=np.zeros((c.slots, width), np.float32),
-      top_ids=ints(c.slots, width, 2),
-      top_logps=np.zeros((c.slots, width, 2), np.float32),
+      chosen=Chosen(
+        ids=ints(c.slots, width),
+        logps=np.zeros((c.slots, width), np.float32),
+        sampling_logps=np.zeros((c.slots, width), np.float32),
+        top_ids=ints(c.slots, width, 2),
+        top_logps=np.zeros((c.slots, width, 2), np.float32),
+      ),
       stopped=np.zeros(c.slots, bool),
       bad=np.zeros(c.slots, bool),
       rounds=ints(),
@@ -199,8 +202,8 @@ class HostDevice:
     mask = None if allowed is None else allowed[s.slot]
     token = next_token(known, s.key, s.request.first_row + s.sample, mask)
     known.append(token)
-    out.tokens[s.slot, count] = token
-    out.logps[s.slot, count] = -len(known)
+    out.chosen.ids[s.slot, count] = token
+    out.chosen.logps[s.slot, count] = -len(known)
     out.count[s.slot] += 1
     out.stopped[s.slot] |= token in s.stop_ids
     assert len(known) <= s.limit

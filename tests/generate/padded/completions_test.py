@@ -43,6 +43,7 @@ def generated(rows, lengths, done=False, stopped=False):
     logps=-tokens.astype(np.float32),
     sampling_logps=None,
     logits=None,
+    routes=None,
   )
 
 
@@ -136,9 +137,8 @@ def grown(decode, tokens, stops, steps, **end):
 
 def text_of_row(rows, stops, prompt=None):
   """The text of the one row of a reader."""
-  columns = rows.columns()
-  end = columns["tokens"][0], columns["finish_reasons"][0]
-  return outputs.text_of(letters, *end, stops, prompt)
+  [row] = rows.completions([np.zeros(1, np.int32)])
+  return outputs.text_of(letters, row.ids, row.finish_reason, stops, prompt)
 
 
 @pytest.mark.parametrize("every", [1, 3, 22])

@@ -7,6 +7,7 @@ import pytest
 
 from tests import toys_calls
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Tokens
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
@@ -60,12 +61,12 @@ def episode_of(name, rng, history="split", turns=4, **options):
     prompt = talk.observe(observation)
     drawn = answer(rng, tokenizer, talk.messages, **options)
     action = talk.act(drawn, "eos" if options.get("ends", True) else "length")
-    turn = Turn(
+    tokens = Tokens(
       prompt=np.array(prompt, np.int32),
-      action=action,
-      logps=np.zeros(len(drawn), np.float32),
+      ids=np.array(drawn, np.int32),
+      sampling_logps=np.zeros(len(drawn), np.float32),
     )
-    episode.turns.append(turn)
+    episode.turns.append(Turn(tokens=tokens, action=action))
     observation = sentence(rng)
   return episode, talk, tokenizer
 
@@ -87,7 +88,7 @@ def test_a_prompt_is_the_prompt_before_the_answer_and_what_is_new(name):
       assert tokenizer.decode(prompt, skip_special_tokens=False) == wanted
     (row,) = episode.rows()
     drawn = [i for turn in episode.turns for i in turn.action]
-    assert row.ids[row.drawn].tolist() == drawn
+    assert row.ids[row.is_drawn].tolist() == drawn
     assert [*row.prompt, *row.ids] == seen
 
 
@@ -108,7 +109,7 @@ def test_reasoning_that_a_template_drops(name, history):
   episode, talk, tokenizer = episode_of(name, rng, history, turns=3, thinks=True)
   rows = episode.rows()
   drawn = [i for turn in episode.turns for i in turn.action]
-  assert [i for row in rows for i in row.ids[row.drawn]] == drawn
+  assert [i for row in rows for i in row.ids[row.is_drawn]] == drawn
   last = tokenizer.decode(episode.turns[-1].prompt, skip_special_tokens=False)
   whole = tokenizer.apply_chat_template(talk.messages[:-1], True)
   if history == "split":

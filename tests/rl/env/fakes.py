@@ -4,9 +4,9 @@ import numpy as np
 
 from tests.rl.clusters import Words
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 
 
@@ -29,8 +29,7 @@ class FixedPolicy:
 
   def poll(self):
     ready, self._waiting = self._waiting, []
-    logps = np.zeros(len(self._ids), np.float32)
-    return [Drawn(draw.episode, self._ids, logps, None, "stop") for draw in ready]
+    return [drawn(draw.episode, self._ids) for draw in ready]
 
 
 def run(make, *, count=1, groups=1, policy=None, tokenizer=None, prompt=64, **limits):
@@ -42,7 +41,11 @@ def run(make, *, count=1, groups=1, policy=None, tokenizer=None, prompt=64, **li
   return runner.run([maker] * groups, count, policy or FixedPolicy())
 
 
-def drawn(episode, ids):
+def drawn(episode, ids, finish_reason="stop"):
   """An action with given ids."""
-  ids = np.array(ids, np.int32)
-  return Drawn(episode, ids, np.zeros(len(ids), np.float32), None, "stop")
+  return Completion(
+    number=episode,
+    ids=np.array(ids, np.int32),
+    sampling_logps=np.zeros(len(ids), np.float32),
+    finish_reason=finish_reason,
+  )

@@ -2,17 +2,15 @@ import asyncio
 import json
 import time
 
-import numpy as np
 import pytest
 
 from tests import toys_calls
-from tests.rl.env import trl_env
+from tests.rl.env import fakes, trl_env
 from tunix.rl.env.adapters.gym import GymEnvironment
 from tunix.rl.env.adapters.openenv import OpenEnvEnvironment
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.env import Action
 from tunix.rl.env.making import group_of, one
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 from tunix.rl.env.tool_env import ToolEnv
 from tunix.rl.env.tools.calculator import calculate
@@ -42,8 +40,7 @@ class Script:
     self.prompts.append(self._tokenizer.decode(draw.prompt, skip_special_tokens=False))
     ids = [*self._tokenizer.encode(self._texts[draw.turn])]
     ids.append(self._tokenizer.eos_ids()[0])
-    logps = np.zeros(len(ids), np.float32)
-    return Drawn(draw.episode, np.array(ids, np.int32), logps, None, "eos")
+    return fakes.drawn(draw.episode, ids, "eos")
 
 
 def called(name, **arguments):

@@ -1,25 +1,36 @@
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
+from tunix.generate.tokens import Tokens
 from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import episodes, saved_rollouts
 from tunix.rl.pipeline import prompt_batch
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
+from tunix.rl.rollout import shared_rollout
+from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+from tunix.utils import array_codec
+
+GOLDEN = pathlib.Path(__file__).parent.parent.parent / "golden"
 
 
 def rollouts(**columns):
   action = Action([5, 1], text="5", message={"role": "assistant", "content": "5"})
-  turn = Turn(
+  tokens = Tokens(
     prompt=np.array([2, 3], np.int32),
+    ids=np.array([5, 1], np.int32),
+    sampling_logps=np.array([-0.1, -0.2], np.float32),
+  )
+  turn = Turn(
+    tokens=tokens,
     action=action,
-    logps=np.array([-0.1, -0.2], np.float32),
     reward=0.5,
     logs={"page": object()},
   )
@@ -77,3 +88,39 @@ def test_rollouts_without_recorded_routes_join_those_with_them():
 def test_a_column_that_is_not_json_is_named():
   with pytest.raises(TypeError, match=r"cannot be saved as JSON.*complex"):
     saved_rollouts.to_json(rollouts(answer=[1j]))
+
+
+def plain(value):
+  """JSON whose arrays show their values: other zlibs compress them otherwise."""
+  if isinstance(value, np.ndarray):
+    return [str(value.dtype), value.tolist()]
+  if isinstance(value, dict):
+    return {name: plain(x) for name, x in value.items()}
+  return [plain(x) for x in value] if isinstance(value, list) else value
+
+
+def test_tokens_keep_the_forms_of_an_earlier_version():
+  """The JSON of before is read, padded and written again as it was."""
+  before = json.loads((GOLDEN / "tokens.json").read_text())
+  every = saved_rollouts.episodes_from_json(before["episodes"])
+  batch = prompt_batch({"prompts": [[2, 3]]}, number=3)
+  options = {"bucketed": False, "has_versions": True}
+  rollouts = episodes.rollouts_of(every, batch, (4, 8), 2, 2, **options)
+  out = shared_rollout.from_json(before["completions"], version=None)
+  config = RolloutConfig(max_prompt_length=4, max_tokens_to_generate=4)
+  padded = common.rollouts_of(out, batch, config, group_size=2, bucketed=False)
+  actions = shared_rollout.actions_from_json(before["actions"], version=7)
+  after = {
+    "episodes": saved_rollouts.episodes_to_json(every),
+    "rollouts": saved_rollouts.to_json(rollouts),
+    "actions": shared_rollout.actions_to_json(actions),
+    "completions": shared_rollout.to_json(RolloutOutput.of(out.completions())),
+    "padded": saved_rollouts.to_json(padded),
+  }
+  for name, form in before.items():
+    want, got = (plain(array_codec.from_json(x)) for x in (form, after[name]))
+    # Checkpoints keep their bytes; the order of keys in a request is free.
+    sort = {"sort_keys": name == "actions"}
+    assert json.dumps(got, **sort) == json.dumps(want, **sort), name
+  read = saved_rollouts.from_json(before["rollouts"])
+  assert saved_rollouts.to_json(read) == before["rollouts"]

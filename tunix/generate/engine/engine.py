@@ -27,12 +27,7 @@ from tunix.generate.engine.host.draft_policy import DraftPolicy
 from tunix.generate.engine.host.open_requests import OpenRequests
 from tunix.generate.engine.host.scheduler import Scheduler
 from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.request import (
-  Completion,
-  EngineDead,
-  EngineRequest,
-  Ticket,
-)
+from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.run import (
   arrival,
   batch,
@@ -44,6 +39,7 @@ from tunix.generate.engine.run.device import Device
 from tunix.generate.engine.run.launches import Launches
 from tunix.generate.engine.stats import EngineStats
 from tunix.generate.tokenizer_adapter import adapted
+from tunix.generate.tokens import Completion
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 

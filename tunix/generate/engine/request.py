@@ -6,12 +6,13 @@ import dataclasses
 import math
 import numbers
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from tunix.generate.drawing.params import SamplingParams
+from tunix.generate.tokens import Delta, Tokens
 from tunix.utils import checks
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
@@ -130,79 +131,6 @@ class EngineRequest(SamplingParams):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TopLogprobs:
-  """The most likely tokens at n positions.
-
-  Attributes:
-    ids: int32 [n, k], most likely first.
-    logprobs: float32 [n, k], in nats, under the model's own distribution.
-  """
-
-  ids: np.ndarray
-  logprobs: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
-  """The new part of one completion since its last delta.
-
-  Attributes:
-    sample: number of the completion in its request.
-    text: new text. The texts of a completion, joined, are its text; text that may begin
-      a stop string, or ends inside a character, waits for the next delta.
-    tokens: int32 [n], new tokens, the end-of-sequence token included.
-    logprobs: float32 [n] or None, in nats, under the model's own distribution.
-    sampling_logprobs: float32 [n] or None, in nats, under the distribution that the
-      token was drawn from; 0 where nothing was drawn.
-    top: the most likely tokens at each position, or None.
-    versions: int32 [n], number of the weights that drew each token.
-    routes: in the last delta of a completion that has tokens, the experts of the tokens
-      of its prompt and of all of its tokens, [T + n, M, k], see
-      experts/route_records.py. The last token has none, as it was never run. None
-      without `EngineConfig.record_routes`.
-    finish_reason: "eos", "stop" (a stop string), "length", "cancelled" or "error" in
-      the last delta of a completion; None before.
-  """
-
-  sample: int
-  text: str
-  tokens: np.ndarray
-  logprobs: np.ndarray | None = None
-  sampling_logprobs: np.ndarray | None = None
-  top: TopLogprobs | None = None
-  versions: np.ndarray
-  routes: np.ndarray | None = None
-  finish_reason: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-  """One completion as a whole; the attributes are those of `Delta`."""
-
-  text: str
-  tokens: np.ndarray
-  logprobs: np.ndarray | None = None
-  sampling_logprobs: np.ndarray | None = None
-  top: TopLogprobs | None = None
-  versions: np.ndarray
-  routes: np.ndarray | None = None
-  finish_reason: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptScores:
-  """Log-probabilities of a prompt's tokens.
-
-  Attributes:
-    logprobs: float32 [T - 1], in nats: token i + 1 after the tokens up to i.
-    top: the most likely tokens at the same positions, or None.
-  """
-
-  logprobs: np.ndarray
-  top: TopLogprobs | None = None
-
-
 class RequestError(RuntimeError):
   """A request that failed while it ran; other requests are not concerned."""
 
@@ -219,14 +147,15 @@ class Ticket:
   Attributes:
     id: name of the request.
     request: the request.
-    prompt_scores: of the prompt, once it was prefilled; None if not asked for.
+    prompt_scores: the tokens of the prompt but the first with their log-probabilities,
+      once it was prefilled; None if not asked for.
     cached_tokens: number of the prompt's tokens that were found in the prefix cache.
   """
 
   def __init__(self, id: str, request: EngineRequest):
     self.id = id
     self.request = request
-    self.prompt_scores: PromptScores | None = None
+    self.prompt_scores: Tokens | None = None
     self.cached_tokens = 0
     self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
     self._listener: Any = None
@@ -258,3 +187,11 @@ class Ticket:
     if isinstance(item, BaseException):
       raise item
     return item
+
+  def arrived(self) -> Iterator[Delta]:
+    """Yields the deltas that are there, without a wait; raises as `get` does."""
+    while True:
+      try:
+        yield self.get(timeout=0)
+      except queue.Empty:
+        return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import tempfile
@@ -17,17 +18,13 @@ from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
 # The distribution of an engine's log-probs. "raw" is the model's own. "processed" is
 # the distribution that tokens are sampled from, after temperature and filters.
 LogprobKind = Literal["raw", "processed"]
-
-
-# One completion: its token ids, including the one that ended it; one log-prob per
-# token, in nats (empty without return_logprobs); and "eos", "stop" or "length".
-Answer = tuple[np.ndarray, Sequence[float], str]
 
 
 class EngineError(RuntimeError):
@@ -101,7 +98,7 @@ def sampler_output(
   tokenizer: TokenizerAdapter,
   prompts: Sequence[np.ndarray],
   options: SamplingOptions,
-  rows: Sequence[Answer],
+  rows: Sequence[Completion],
   kind: LogprobKind,
 ) -> SamplerOutput:
   """Builds the output of a call from an engine's answers.
@@ -110,27 +107,25 @@ def sampler_output(
     tokenizer: turns ids into text.
     prompts: P prompts, int32 ids each.
     options: options of the call.
-    rows: P * num_samples answers, the samples of a prompt next to each other.
+    rows: P * num_samples answers with `logps`, which are those of `kind`; the samples
+      of a prompt are next to each other.
     kind: distribution of the log-probs. The log-probs of the other kind are filled in
       if the settings determine them, and are None otherwise.
   """
-  tokens, logprobs, reasons = zip(*rows)
-  columns = _logprob_columns(logprobs, options, kind) if options.return_logprobs else {}
-  return outputs.sampler_output(
-    tokenizer, prompts, options, tokens=tokens, finish_reasons=reasons, **columns
-  )
+  rows = [dataclasses.replace(x, **_logprobs(x.logps, options, kind)) for x in rows]
+  return outputs.output_of(tokenizer, prompts, options, rows)
 
 
-def _logprob_columns(
-  logprobs: Sequence[Sequence[float]], options: SamplingOptions, kind: LogprobKind
+def _logprobs(
+  given: np.ndarray | None, options: SamplingOptions, kind: LogprobKind
 ) -> dict[str, Any]:
-  """Returns the `logprobs` and `sampling_logprobs` of an output."""
-  given = [np.asarray(row, np.float32) for row in logprobs]
+  """Returns the log-probs of both kinds, as far as they are known."""
+  if given is None or not options.return_logprobs:
+    return {"logps": None}
   # At temperature 0 no token is sampled, and SamplerOutput defines these as 0.
   if options.temperature == 0:
-    drawn = [np.zeros_like(row) for row in given]
-    return {"logprobs": given, "sampling_logprobs": drawn}
+    return {"sampling_logps": np.zeros_like(given)}
   # At temperature 1 without filters both kinds have the same distribution.
   if options.temperature == 1 and not options.filters:
-    return {"logprobs": given, "sampling_logprobs": given}
-  return {"logprobs" if kind == "raw" else "sampling_logprobs": given}
+    return {"sampling_logps": given}
+  return {} if kind == "raw" else {"logps": None, "sampling_logps": given}

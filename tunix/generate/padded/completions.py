@@ -13,28 +13,23 @@ from tunix.generate.drawing import stops as stops_lib
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.outputs import Decode
 from tunix.generate.padded.decode import Generated
+from tunix.generate.tokens import Completion, Tokens
 
 _UNFINISHED = "\ufffd"  # Decoders return this character for incomplete bytes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Increment:
+class Increment(Tokens):
   """The new part of a row since its last increment.
 
   Attributes:
     row: number of the row, as in the output of a call.
     text: new text. The texts of a row, concatenated, are the text of a call.
-    tokens: int32 [n], new tokens.
-    logprobs: float32 [n] or None, as in SamplerOutput.
-    sampling_logprobs: float32 [n] or None, as in SamplerOutput.
     finish_reason: as in SamplerOutput in the last increment of a row; None before.
   """
 
   row: int
   text: str
-  tokens: np.ndarray
-  logprobs: np.ndarray | None = None
-  sampling_logprobs: np.ndarray | None = None
   finish_reason: str | None = None
 
 
@@ -102,35 +97,51 @@ class RowReader:
       return "eos"
     return "length" if out.done[row] else None
 
-  def columns(self) -> dict[str, Any]:
-    """Returns all rows as last read: the columns of `outputs.sampler_output`."""
-    out, rows = self._generated(), range(len(self._searched))
-    cut = lambda x: None if x is None else [self._cut(x, row) for row in rows]
-    return {
-      "tokens": cut(out.tokens),
-      "finish_reasons": [self.finish_reason(row) or "length" for row in rows],
-      "logits": cut(out.logits),
-      "logprobs": cut(out.logps),
-      "sampling_logprobs": cut(out.sampling_logps),
-    }
+  def completions(self, prompts: Sequence[np.ndarray]) -> list[Completion]:
+    """Returns all rows as last read, without their texts.
 
-  def routes(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the experts of each row's prompt and tokens, see `SamplerOutput`."""
+    Args:
+      prompts: ids of the prompts of the call.
+    """
+    samples = self._options.num_samples
+    return [
+      Completion(
+        number=row,
+        prompt=prompts[row // samples],
+        finish_reason=self.finish_reason(row) or "length",
+        routes=self._routes(row, len(prompts[row // samples])),
+        **self._columns(row, 0, None),
+      )
+      for row in range(len(self._searched))
+    ]
+
+  def _columns(self, row: int, start: int, end: int | None) -> dict[str, Any]:
+    """Returns the columns of `Tokens` of a part of a row, without `routes`."""
+    out = self._generated()
+    given = {
+      "ids": out.tokens,
+      "logps": out.logps,
+      "sampling_logps": out.sampling_logps,
+      "logits": out.logits,
+    }
+    # Copies: a view would keep the buffers of all rows alive.
+    new = lambda x: self._cut(x, row)[start:end].copy()
+    return {name: new(x) for name, x in given.items() if x is not None}
+
+  def _routes(self, row: int, tokens: int) -> np.ndarray | None:
+    """Returns the experts of a row and its prompt of some tokens, see `Tokens`."""
     out, samples = self._generated(), self._options.num_samples
-    assert out.routes is not None and out.prompt_routes is not None
-    rows = []
-    for row in range(len(self._searched)):
-      before = out.prompt_routes[row // samples, -len(prompts[row // samples]) :]
-      own = self._cut(out.routes, row).copy()
-      own[-1:] = 0  # run only where other rows were longer
-      rows.append(np.concatenate([before, own]))
-    return rows
+    if out.routes is None or out.prompt_routes is None:
+      return None
+    own = self._cut(out.routes, row).copy()
+    own[-1:] = 0  # run only where other rows were longer
+    return np.concatenate([out.prompt_routes[row // samples, -tokens:], own])
 
   def increment(self, row: int) -> Increment | None:
     """Returns the new part of a row since the last call; None if there is none."""
     if row in self._over:
       return None
-    out, options, reason = self._generated(), self._options, self.finish_reason(row)
+    options, reason = self._options, self.finish_reason(row)
     ids = self._tokens(row)
     text = outputs.text_of(self._decode, ids, reason, options.stops)
     length = len(outputs.kept_tokens(ids, reason, options))
@@ -144,15 +155,11 @@ class RowReader:
     if reason is None and length == tokens and len(text) <= characters:
       return None
     self._sent[row] = length, max(characters, len(text))
-    # Copies: a view would keep the buffers of all rows alive.
-    new = lambda x: None if x is None else self._cut(x, row)[tokens:length].copy()
     return Increment(
       row=row,
       text=text[characters:],
-      tokens=ids[tokens:length].copy(),
-      logprobs=new(out.logps),
-      sampling_logprobs=new(out.sampling_logps),
       finish_reason=reason,
+      **self._columns(row, tokens, length),
     )
 
   def _generated(self) -> Generated:

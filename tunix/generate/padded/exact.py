@@ -8,8 +8,9 @@ mode. The width of the tile depends only on the lengths of the row.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,36 +21,39 @@ from jax.sharding import Mesh
 from tunix.generate import outputs, scoring
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sizes import batching
+from tunix.generate.tokens import Completion
 from tunix.utils import mesh as mesh_lib
 
 
-def columns(
+def scored(
   model: nnx.Module,
-  prompts: Sequence[np.ndarray],
-  rows: Mapping[str, Any],
+  rows: Sequence[Completion],
   options: SamplingOptions,
   mesh: Mesh | None,
-) -> dict[str, Any]:
-  """Returns both kinds of log-probs of the tokens that the caller receives.
+) -> list[Completion]:
+  """Returns rows with both kinds of log-probs of the tokens that the caller receives.
 
   Args:
     model: the module.
-    prompts: ids of each prompt.
-    rows: `tokens` and `finish_reasons` of all rows.
+    rows: all rows of the call.
     options: options of the call, without filters and forbidden tokens.
     mesh: mesh of the weights.
   """
-  every = [p for p in prompts for _ in range(options.num_samples)]
-  pairs = zip(rows["tokens"], rows["finish_reasons"])
-  tokens = [outputs.kept_tokens(*pair, options) for pair in pairs]
+  prompts = [row.prompt for row in rows]
+  tokens = [outputs.kept_tokens(x.ids, x.finish_reason, options) for x in rows]
   with mesh_lib.use_mesh(mesh):
-    score = functools.partial(logps, model, every, tokens)
+    score = functools.partial(logps, model, prompts, tokens)
     raw = score(1.0)
     if options.temperature == 0:  # no token is sampled, so these are 0
       drawn = [np.zeros_like(row) for row in raw]
     else:
       drawn = raw if options.temperature == 1 else score(float(options.temperature))
-  return {"logprobs": raw, "sampling_logprobs": drawn}
+  out = []
+  for row, *both in zip(rows, raw, drawn):
+    # 0 for the end-of-sequence token, if the caller does not receive it.
+    own, other = (np.pad(x, (0, len(row.ids) - len(x))) for x in both)
+    out.append(dataclasses.replace(row, logps=own, sampling_logps=other))
+  return out
 
 
 def logps(

@@ -9,11 +9,12 @@ template dropped reasoning from it, or the environment rewrote it), a new row be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunix.generate.tokens import Tokens, chained
 from tunix.rl.env.env import Action, Message
 
 
@@ -22,27 +23,31 @@ class Turn:
   """One action and the environment's answer.
 
   Attributes:
-    prompt: int32 [T], the whole prompt of the action. The turns of a row share its
-      memory, see prompt_ids.py.
-    action: the ids that were drawn, and their text.
-    logps: float32 [n], their log-probabilities when they were drawn, in nats.
-    versions: int32 [n], version of the weights that drew each, or None.
-    routes: experts of the tokens of the prompt and the action, or None; see `Drawn`.
-      They are not saved with an episode, because its rows have them.
+    tokens: the drawn ids after the whole prompt of the action. The prompts of the turns
+      of a row share their memory, see prompt_ids.py.
+    action: the drawn ids, and their text.
     reward: reward of the action.
     metrics, logs: what the environment gave with it.
     episode_done: True if the environment ended the episode with it.
   """
 
-  prompt: np.ndarray
+  tokens: Tokens
   action: Action
-  logps: np.ndarray
-  versions: np.ndarray | None = None
-  routes: np.ndarray | None = None
   reward: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   episode_done: bool = False
+
+  @property
+  def prompt(self) -> np.ndarray:
+    """The whole prompt of the action, int32 [T]."""
+    return self.tokens.prompt
+
+  @property
+  def logps(self) -> np.ndarray:
+    """Log-probabilities of the action when it was drawn, float32 [n], in nats."""
+    assert self.tokens.sampling_logps is not None
+    return self.tokens.sampling_logps
 
   # The names of tinker-cookbook's transitions, for its `compute_group_rewards`.
 
@@ -77,29 +82,6 @@ class CookbookAction(NamedTuple):
   tokens: list[int]
   maybe_logprobs: list[float]
   logprobs: list[float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-  """Ids of one or more turns.
-
-  Attributes:
-    prompt: int32 [T], ids before the first action.
-    ids: int32 [n], actions and observations after it; the last one was drawn.
-    drawn: bool [n], True for ids that were drawn.
-    logps: float32 [n], 0 on observations.
-    versions: int32 [n] or None.
-    rewards: float32 [n], the reward of an action at its last id, else 0.
-    routes: experts of the prompt's ids and of `ids`, [T + n, M, k]; or None.
-  """
-
-  prompt: np.ndarray
-  ids: np.ndarray
-  drawn: np.ndarray
-  logps: np.ndarray
-  versions: np.ndarray | None
-  rewards: np.ndarray
-  routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -156,8 +138,11 @@ class Episode:
     last = [[*t.prompt.tolist(), *t.action] for t in self.turns[-1:]] or [[]]
     return np.array(last[0], np.int32).view(CookbookInput)
 
-  def rows(self) -> list[Row]:
-    """Returns the rows of the episode; none if nothing was drawn."""
+  def rows(self) -> list[Tokens]:
+    """Returns the rows of the episode; none if nothing was drawn.
+
+    The tokens of a row are the actions and observations after its first prompt.
+    """
     groups: list[list[Turn]] = []
     seen: list[int] = []
     for turn in self.turns:
@@ -167,44 +152,11 @@ class Episode:
       else:
         groups.append([turn])
       seen = [*prompt, *turn.action]
-    return [_row(group) for group in groups]
+    return [chained([_rewarded(turn) for turn in group]) for group in groups]
 
 
-def _row(turns: Sequence[Turn]) -> Row:
-  first = turns[0].prompt
-  at = len(first)
-  parts: dict[str, list[Any]] = {"ids": [], "drawn": [], "logps": [], "rewards": []}
-  versions: list[Any] = []
-  has_versions = all(turn.versions is not None for turn in turns)
-  for turn in turns:
-    observed = turn.prompt[at:]
-    n, k = len(observed), len(turn.action)
-    parts["ids"] += [observed, np.array(turn.action, np.int32)]
-    parts["drawn"] += [np.zeros(n, bool), np.ones(k, bool)]
-    parts["logps"] += [np.zeros(n, np.float32), turn.logps]
-    rewards = np.zeros(n + k, np.float32)
-    rewards[-1] = turn.reward
-    parts["rewards"].append(rewards)
-    if has_versions:
-      # An observation counts with the version that read it.
-      first_version = turn.versions[:1] if turn.versions is not None else []
-      versions += [np.repeat(first_version, n), turn.versions]
-    at = len(turn.prompt) + k
-  kinds = {"ids": np.int32, "drawn": bool, "logps": np.float32, "rewards": np.float32}
-  joined = {k: np.concatenate(v).astype(kinds[k]) for k, v in parts.items()}
-  stamps = np.concatenate(versions).astype(np.int32) if has_versions else None
-  return Row(prompt=first, versions=stamps, routes=_routes(turns), **joined)
-
-
-def _routes(turns: Sequence[Turn]) -> np.ndarray | None:
-  """Returns the experts of the ids of a row; None if a turn has none.
-
-  A token keeps the experts of its first run. The last id of an action is run in the
-  next turn.
-  """
-  known = [turn.routes for turn in turns if turn.routes is not None]
-  if len(known) < len(turns):
-    return None
-  ends = [0, *(len(routes) - 1 for routes in known)]
-  parts = [routes[start:-1] for start, routes in zip(ends, known)]
-  return np.concatenate([*parts, known[-1][-1:]])
+def _rewarded(turn: Turn) -> Tokens:
+  """Returns the tokens of a turn with its reward."""
+  rewards = np.zeros(len(turn.tokens.ids), np.float32)
+  rewards[-1:] = turn.reward
+  return dataclasses.replace(turn.tokens, rewards=rewards)

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from tunix.generate.tokens import Completion
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.episode import Episode
-from tunix.rl.env.policy import Drawn
 from tunix.rl.env.prompt_ids import PromptIds
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
@@ -43,6 +43,6 @@ class Live:
   prompt: PromptIds = dataclasses.field(default_factory=PromptIds)
   started: float = 0.0  # monotonic time
   stops: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
-  drawn: Drawn | None = None
+  drawn: Completion | None = None
   stopped_by: str = ""  # the limit, while the environment gives a last reward
   is_over: bool = False

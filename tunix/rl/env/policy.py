@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
+
+from tunix.generate.tokens import Completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,27 +32,6 @@ class Draw:
   stop_ids: tuple[int, ...] = ()
 
 
-class Drawn(NamedTuple):
-  """A drawn action.
-
-  Attributes:
-    episode: number of the episode.
-    ids: int32 [n], with the id that ended it.
-    logps: float32 [n], of the distribution that was drawn from, in nats.
-    versions: int32 [n], version of the weights, or None.
-    finish_reason: "eos", "stop" or "length".
-    routes: experts of the tokens of the prompt and the action, [T + n, M, k], see
-      `SamplerOutput.routes`; or None.
-  """
-
-  episode: int
-  ids: np.ndarray
-  logps: np.ndarray
-  versions: np.ndarray | None
-  finish_reason: str
-  routes: np.ndarray | None = None
-
-
 class Policy(Protocol):
   """Draws actions; all methods are called in one thread.
 
@@ -69,6 +50,10 @@ class Policy(Protocol):
     """Takes actions to draw."""
     ...
 
-  def poll(self) -> list[Drawn]:
-    """Works for a bounded time; returns the actions that are ready, if any."""
+  def poll(self) -> list[Completion]:
+    """Works for a bounded time; returns the actions that are ready, if any.
+
+    Their `number` is that of the episode. They have `sampling_logps`, and `versions`
+    and `routes` if these are known.
+    """
     ...

@@ -17,6 +17,7 @@ from typing import Any
 
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Completion
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.calls import Calls, Id
 from tunix.rl.env.config import EpisodeConfig
@@ -25,7 +26,7 @@ from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.live import Group, Live, MakeGroup
-from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.rl.env.policy import Draw, Policy
 from tunix.sandbox.child import START_TIMEOUT_S
 from tunix.sandbox.errors import describe, message_of
 
@@ -135,7 +136,7 @@ class _Batch:
     while self._calls.open or self._policy.open or self._ready:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
-        self._guarded("act", drawn.episode, self._act, drawn)
+        self._guarded("act", drawn.number, self._act, drawn)
       waits = not self._policy.open  # `_draw` left the ready ones for calls at work
       if waits and not self._ready and self._calls.all_wait:
         self._calls.fail_waiting(
@@ -209,20 +210,14 @@ class _Batch:
       stop_ids=ids,
     )
 
-  def _act(self, number: int, drawn: Drawn) -> None:
+  def _act(self, number: int, drawn: Completion) -> None:
     """Hands an action to the environment."""
     live = self._lives[number]
     assert live.conversation is not None
     live.drawn = drawn
     action = live.conversation.act(drawn.ids, drawn.finish_reason)
-    turn = Turn(
-      prompt=live.prompt.ids,
-      action=action,
-      logps=drawn.logps,
-      versions=drawn.versions,
-      routes=drawn.routes,
-    )
-    live.episode.turns.append(turn)
+    tokens = dataclasses.replace(drawn, prompt=live.prompt.ids)
+    live.episode.turns.append(Turn(tokens=tokens, action=action))
     # A copy: an environment may change what it gets, and the turn is trained.
     self._call(("step", live.number), env_lib.take, live.env, action.copied())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import jax
 import numpy as np
 
 from tunix.generate.sizes import batching
-from tunix.rl import route_arrays
+from tunix.generate.tokens import Tokens
+from tunix.rl import row_arrays
 from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.env.episode import Episode, Row
+from tunix.rl.env.episode import Episode
 from tunix.rl.env.making import MakeEnv
 from tunix.rl.env.policy import Policy
 from tunix.rl.env.processes import EnvProcesses
@@ -258,43 +260,27 @@ def rollouts_of(
   # A power of two, so that few programs are compiled.
   most = max(map(len, rows), default=1)
   each = min(max_rows, batching.bucket(max(1, most)))
-  placed = [_placed(row, widths[0]) for group in rows for row in _filled(group, each)]
   width, space = widths
+  # The prompt of a later row holds the conversation so far, and may be too long.
+  placed = [x.with_prompt_of(width) for group in rows for x in _filled(group, each)]
   if bucketed:
     longest = lambda parts: batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
     width = min(width, longest([row.prompt for row in placed]))
     space = min(space, longest([row.ids for row in placed]))
-  prompts = [row.prompt for row in placed]
-  prompt_ids, prompt_mask = batching.left_padded(prompts, len(placed), width, 0)
-  padded = lambda name, kind: batching.right_padded(
-    [getattr(row, name) for row in placed], space, kind
-  )
-  drawn = padded("drawn", bool)
-  versions = None
-  if has_versions:
-    versions = np.where(drawn, padded("versions", np.int32), 0).astype(np.int32)
+  if not has_versions:
+    placed = [dataclasses.replace(row, versions=None) for row in placed]
   return Rollouts(
     batch=batch,
     text=[episode.text for episode in episodes],
     finish_reasons=[episode.finish_reason for episode in episodes],
-    prompt_ids=prompt_ids,
-    prompt_mask=prompt_mask,
-    completion_ids=padded("ids", np.int32),
-    completion_mask=drawn,
-    rollout_logps=padded("logps", np.float32),
-    versions=versions,
     group_size=group_size,
     episodes=list(episodes),
     episode_rows=each,
-    turn_rewards=padded("rewards", np.float32),
-    **route_arrays.padded([row.routes for row in placed], prompts, width, space),
+    **row_arrays.of(placed, width, space),
   )
 
 
-_NONE = np.zeros(0, np.int32)
-
-
-def _rows_of(episode: Episode, most: int) -> list[Row]:
+def _rows_of(episode: Episode, most: int) -> list[Tokens]:
   rows = [] if episode.failure else episode.rows()
   if len(rows) > most:
     episode.finish_reason = "failed"
@@ -306,40 +292,12 @@ def _rows_of(episode: Episode, most: int) -> list[Row]:
   return rows
 
 
-def _filled(rows: list[Row], count: int) -> list[Row]:
+def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
   """Adds rows without a drawn token."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
-  none = np.zeros(0, np.float32)
-  empty = Row(
-    prompt=prompt,
-    ids=_NONE,
-    drawn=np.zeros(0, bool),
-    logps=none,
-    versions=_NONE,
-    rewards=none,
-  )
-  return [*rows, *[empty] * (count - len(rows))]
-
-
-def _placed(row: Row, width: int) -> Row:
-  """Moves the end of a prompt that is longer than `width` to the tokens after it.
-
-  The first prompt of an episode always fits; that of a later row holds the conversation
-  so far.
-  """
-  over = row.prompt[width:]
-  if not len(over):
-    return row
-  before = lambda x, kind: np.concatenate([np.zeros(len(over), kind), x])
-  return Row(
-    prompt=row.prompt[:width],
-    ids=np.concatenate([over, row.ids]),
-    drawn=before(row.drawn, bool),
-    logps=before(row.logps, np.float32),
-    versions=None if row.versions is None else before(row.versions, np.int32),
-    rewards=before(row.rewards, np.float32),
-    routes=row.routes,
-  )
+  # Zeros stand for what no row of a batch knows, in which every environment failed.
+  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:

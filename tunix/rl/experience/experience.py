@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tunix.ops import kl
-from tunix.rl import common, metrics, route_arrays, setup
+from tunix.rl import common, metrics, row_arrays, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env import making
@@ -343,7 +343,7 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
-      **{name: getattr(rollouts, name) for name in route_arrays.NAMES},
+      **{name: getattr(rollouts, name) for name in row_arrays.ROUTES},
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,

@@ -11,6 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from tunix.generate.tokens import Tokens
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
@@ -88,19 +91,28 @@ def _episode(episode: Episode, *, keeps_routes: bool = False) -> dict[str, Any]:
   return out | {"turns": [_turn(turn, keeps_routes) for turn in episode.turns]}
 
 
+_OF_TURN = ("reward", "metrics", "logs", "episode_done")
+
+
 def _turn(turn: Turn, keeps_routes: bool) -> dict[str, Any]:
-  out = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
+  saved = turn.tokens.saved()
+  del saved["ids"]  # those of the action
   if not keeps_routes:  # the padded arrays of the rollouts have them
-    del out["routes"]
+    del saved["routes"]
+  action = [list(turn.action), dict(vars(turn.action))]
+  out = {"prompt": turn.prompt, "action": action, **saved}
+  out |= {name: getattr(turn, name) for name in _OF_TURN}
   # `logs` may hold any object; samples show its text, too.
-  out["logs"] = json.loads(json.dumps(dict(turn.logs), default=str))
-  return out | {"action": [list(turn.action), dict(vars(turn.action))]}
+  return out | {"logs": json.loads(json.dumps(dict(turn.logs), default=str))}
 
 
 def _episode_of(saved: dict[str, Any]) -> Episode:
-  turns = []
-  for turn in saved["turns"]:
-    ids, named = turn["action"]
-    turns.append(Turn(**turn | {"action": Action(ids, **named)}))
-  fields: dict[str, Any] = saved | {"turns": turns}
-  return Episode(**fields)
+  fields: dict[str, Any] = {"turns": [_turn_of(turn) for turn in saved["turns"]]}
+  return Episode(**saved | fields)
+
+
+def _turn_of(saved: dict[str, Any]) -> Turn:
+  ids, named = saved["action"]
+  own = {"prompt": saved["prompt"], "ids": np.array(ids, np.int32)}
+  rest = {name: saved[name] for name in _OF_TURN}
+  return Turn(tokens=Tokens.of_saved(saved, **own), action=Action(ids, **named), **rest)

@@ -17,6 +17,7 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
+from tunix.generate.tokens import COLUMNS, Completion
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
 from tunix.utils import checks
@@ -122,10 +123,25 @@ class RolloutOutput:
   versions: list[np.ndarray] | None = None
   routes: list[np.ndarray | None] | None = None
 
+  @classmethod
+  def of(cls, rows: Sequence[Completion], version: Any = None) -> RolloutOutput:
+    """Returns completions that a version of the weights drew as an output."""
+    columns: dict[str, Any] = {}
+    for name, column in _COLUMNS.items():
+      values = [getattr(row, column) for row in rows]
+      if any(x is not None for x in values):
+        columns[name] = values
+    return cls(**columns, version=version)
+
+  def completions(self) -> list[Completion]:
+    """Returns the completions, in the form of those of the engine."""
+    known = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
+    of_row = lambda i: {c: _typed(c, x[i]) for c, x in known.items()}
+    return [Completion(number=i, **of_row(i)) for i in range(len(self.text))]
+
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = {f.name for f in dataclasses.fields(self)} - {"version"}
-    names -= {name for name in ("versions", "routes") if getattr(self, name) is None}
+    names = [name for name in _COLUMNS if getattr(self, name) is not None]
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
     return RolloutOutput(**rows, version=self.version)
@@ -142,6 +158,25 @@ class RolloutOutput:
     width = max(map(len, self.prompt_tokens))
     rows = len(self.prompt_tokens)
     return batching.left_padded(self.prompt_tokens, rows, width, 0)[0]
+
+
+# Fields of `RolloutOutput`, by their columns in `Completion`.
+_COLUMNS = {
+  "text": "text",
+  "tokens": "ids",
+  "prompt_tokens": "prompt",
+  "logprobs": "sampling_logps",
+  "finish_reasons": "finish_reason",
+  "versions": "versions",
+  "routes": "routes",
+}
+
+
+def _typed(column: str, value: Any) -> Any:
+  """Returns a value of a user's engine in the type of its column in `Tokens`."""
+  if value is None or isinstance(value, str):
+    return value
+  return np.asarray(value, COLUMNS[column].dtype if column in COLUMNS else np.int32)
 
 
 class BaseRollout(abc.ABC):

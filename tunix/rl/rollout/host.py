@@ -269,7 +269,7 @@ class RolloutHost:
         raise HostError("no action waits: call open, and send all again", NOT_BEGUN)
       done = self._policy.poll()
     self.draws += 1
-    return array_codec.to_json([drawn._asdict() for drawn in done])
+    return shared_rollout.actions_to_json(done)
 
   def close(self, owner: str) -> None:
     """Ends a batch of episodes."""

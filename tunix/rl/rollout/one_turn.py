@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from tunix.generate.outputs import text_of
+from tunix.generate.outputs import with_text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.generate.tokens import Completion
+from tunix.rl.env.policy import Draw, Policy
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
 
@@ -39,18 +42,9 @@ def completions(
   policy.submit(
     [Draw(episode=i, turn=0, prompt=prompt, max_tokens=most) for i in range(count)]
   )
-  by_row: dict[int, Drawn] = {}
+  by_row: dict[int, Completion] = {}
   while policy.open:
-    by_row |= {drawn.episode: drawn for drawn in policy.poll()}
+    by_row |= {drawn.number: drawn for drawn in policy.poll()}
   rows = [by_row[i] for i in range(count)]
-  return RolloutOutput(
-    text=[
-      text_of(tokenizer.decode, r.ids, r.finish_reason, config.stops) for r in rows
-    ],
-    tokens=[row.ids for row in rows],
-    prompt_tokens=[prompt] * count,
-    logprobs=[row.logps for row in rows],
-    finish_reasons=[row.finish_reason for row in rows],
-    versions=[np.asarray(row.versions, np.int32) for row in rows],
-    routes=[row.routes for row in rows] if config.replay_routes else None,
-  )
+  rows = [dataclasses.replace(row, prompt=prompt) for row in rows]
+  return RolloutOutput.of([with_text(row, tokenizer, config.stops) for row in rows])

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from flax import nnx
 
 from tunix.generate.outputs import fill_id
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.generate.tokens import Completion
+from tunix.rl.env.policy import Draw, Policy
 from tunix.rl.rollout import host as host_lib, shared_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.engine_rollout import take_options
@@ -206,7 +206,7 @@ class RemoteTurns:
       part.open[draw.episode] = draw
       part.new.append(draw)
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     busy = [part for part in self._parts if part.open]
     works = [(part.host, lambda part=part: self._polled(part)) for part in busy]
     return [drawn for done in self._rollout.on_hosts(works) for drawn in done]
@@ -216,22 +216,18 @@ class RemoteTurns:
     for part in self._parts:
       part.host.is_open = False
 
-  def _polled(self, part: _Part) -> list[Drawn]:
+  def _polled(self, part: _Part) -> list[Completion]:
     """Sends what is new to a host, and returns what is ready there."""
     host, draws = part.host, part.new
     if not host.is_open:
       host.call("open", episodes=len(part.block), **self._shared)
       draws, host.is_open = list(part.open.values()), True
     sent = [array_codec.to_json(dataclasses.asdict(draw)) for draw in draws]
-    answers = array_codec.from_json(host.call("poll", draws=sent))
+    answers = host.call("poll", draws=sent)
     part.new = []
-    step = self._rollout.version.step
-    done = [
-      Drawn(**answer | {"versions": np.full(len(answer["ids"]), step, np.int32)})
-      for answer in answers
-    ]
+    done = shared_rollout.actions_from_json(answers, self._rollout.version.step)
     for drawn in done:
-      del part.open[drawn.episode]
+      del part.open[drawn.number]
     return done
 
 

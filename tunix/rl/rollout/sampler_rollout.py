@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.outputs import fill_id
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
@@ -49,33 +51,44 @@ class SamplerRollout(BaseRollout):
         f"{c.max_prompt_length}. Drop longer prompts from the data, or raise "
         "RolloutConfig.max_prompt_length"
       )
-    out = self._sampler(
-      ids,
-      c.max_tokens_to_generate,
-      num_samples=num_generations,
+    options = {
+      "num_samples": num_generations,
       **c.sampling_options,
       **draws,
-      include_eos=True,
-      return_logprobs=True,
+      "include_eos": True,
+      "return_logprobs": True,
       # Not False: samplers of users need not know the option.
       **({"return_routes": True} if c.replay_routes else {}),
       **self._options,
-    )
+    }
+    return self._output(ids, c.max_tokens_to_generate, options)
+
+  def _output(
+    self, prompts: list[np.ndarray], steps: int, options: dict[str, Any]
+  ) -> RolloutOutput:
+    """Calls the sampler.
+
+    Args:
+      prompts: ids of the prompts.
+      steps: most tokens of a completion.
+      options: other arguments of the call.
+    """
+    out = self._sampler(prompts, steps, **options)
     if out.sampling_logprobs is None:
       raise ValueError(
-        f"temperature is {c.temperature}, or a filter is used, and the engine gives "
-        "raw log-probs, which are not those of the distribution that it sampled from. "
-        "Start it with processed log-probs (vLLM: --logprobs-mode processed_logprobs), "
-        "or sample at temperature 1 without filters"
+        f"temperature is {options['temperature']}, or a filter is used, and the engine "
+        "gives raw log-probs, which are not those of the distribution that it sampled "
+        "from. Start it with processed log-probs (vLLM: --logprobs-mode "
+        "processed_logprobs), or sample at temperature 1 without filters"
       )
     return RolloutOutput(
       text=out.text,
       tokens=list(out.tokens),
-      prompt_tokens=[row for row in ids for _ in range(num_generations)],
+      prompt_tokens=[row for row in prompts for _ in range(options["num_samples"])],
       logprobs=list(out.sampling_logprobs),
       finish_reasons=out.finish_reasons,
       version=self.version,
-      routes=out.routes if c.replay_routes else None,
+      routes=out.routes if options.get("return_routes") else None,
     )
 
   def pad_id(self) -> int:

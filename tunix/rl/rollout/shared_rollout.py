@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from tunix.generate.tokens import Completion
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.weights import local_arrays
 from tunix.utils import array_codec, coordination
@@ -123,3 +125,21 @@ def to_json(out: RolloutOutput) -> dict[str, Any]:
 def from_json(saved: dict[str, Any], version: Any) -> RolloutOutput:
   """Returns the completions of `to_json`, drawn by a version of the weights."""
   return RolloutOutput(**array_codec.from_json(saved), version=version)
+
+
+def actions_to_json(actions: Sequence[Completion]) -> list[dict[str, Any]]:
+  """Returns actions of episodes as JSON, without their prompts and texts."""
+  own = lambda x: {"episode": x.number, "finish_reason": x.finish_reason}
+  return array_codec.to_json([own(x) | x.saved() for x in actions])
+
+
+def actions_from_json(saved: list[dict[str, Any]], version: int) -> list[Completion]:
+  """Returns the actions of `actions_to_json`, drawn by a version of the weights."""
+  return [
+    Completion.of_saved(
+      {**row, "versions": np.full(len(row["ids"]), version, np.int32)},
+      number=row["episode"],
+      finish_reason=row["finish_reason"],
+    )
+    for row in array_codec.from_json(saved)
+  ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ import jax
 import numpy as np
 
 from tunix.generate.engine.engine import Engine
-from tunix.generate.engine.request import Delta, EngineRequest, Ticket
-from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.tokens import Completion, Delta, joined
+from tunix.rl.env.policy import Draw, Policy
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.rl.weights import local_arrays
 
@@ -134,48 +134,32 @@ class EngineTurns:
       self._open[ticket] = [[] for _ in group]
       self._first[ticket] = first.episode
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     """Runs one launch."""
     self._engine.step()
     return self.arrived()
 
-  def arrived(self) -> list[Drawn]:
+  def arrived(self) -> list[Completion]:
     """Returns the actions that are ready, after a launch by the engine's owner."""
     return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
 
-  def _arrived(self, ticket: Ticket) -> list[Drawn]:
-    parts, ended = self._open[ticket], []
-    while True:
-      try:
-        delta = ticket.get(0)
-      except queue.Empty:
-        break
+  def _arrived(self, ticket: Ticket) -> list[Completion]:
+    parts, done = self._open[ticket], list[Completion]()
+    for delta in ticket.arrived():
       parts[delta.sample].append(delta)
       if delta.finish_reason is not None:
-        ended.append(delta.sample)
-    done = [self._drawn(ticket, sample) for sample in ended]
+        done.append(self._action(ticket, joined(parts[delta.sample])))
     if all(p and p[-1].finish_reason is not None for p in parts):
       del self._open[ticket], self._first[ticket]
     return done
 
-  def _drawn(self, ticket: Ticket, sample: int) -> Drawn:
-    deltas = self._open[ticket][sample]
-    versions = np.concatenate([delta.versions for delta in deltas])
-    if self._version is not None:
-      versions = np.full_like(versions, self._version)
-    return Drawn(
-      self._first[ticket] + sample,
-      np.concatenate([delta.tokens for delta in deltas]).astype(np.int32),
-      np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
-      versions,
-      deltas[-1].finish_reason or "",
-      deltas[-1].routes,
-    )
-
-
-def _logps(delta: Delta) -> np.ndarray:
-  assert delta.sampling_logprobs is not None
-  return delta.sampling_logprobs
+  def _action(self, ticket: Ticket, drawn: Completion) -> Completion:
+    """Returns a completion of a request with the number of its episode."""
+    stamps = drawn.versions
+    if stamps is not None and self._version is not None:
+      stamps = np.full_like(stamps, self._version)
+    number = self._first[ticket] + drawn.number
+    return dataclasses.replace(drawn, number=number, versions=stamps)
 
 
 class BatchTurns:
@@ -203,9 +187,9 @@ class BatchTurns:
   def submit(self, draws: Sequence[Draw]) -> None:
     self._waiting += draws
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     draws, self._waiting = self._waiting, []
-    out: list[Drawn] = []
+    out: list[Completion] = []
     kinds: dict[Any, list[Draw]] = {}
     for draw in draws:
       kinds.setdefault((draw.turn, draw.stops, draw.stop_ids), []).append(draw)
@@ -219,7 +203,7 @@ class BatchTurns:
     turn: int,
     stops: tuple[str, ...],
     stop_ids: tuple[int, ...],
-  ) -> list[Drawn]:
+  ) -> list[Completion]:
     c, groups = self._config, groups_of(draws)
     size = len(groups[0])
     is_plain = turn == 0 and all(len(group) == size for group in groups)
@@ -250,25 +234,14 @@ class BatchTurns:
       seed=key,
       first_prompt=first,
     )
-    routes = out.routes or [None] * len(draws)
     return [
-      _cut(draw, np.asarray(ids), np.asarray(logps), reason, experts)
-      for draw, ids, logps, reason, experts in zip(
-        draws, out.tokens, out.logprobs, out.finish_reasons, routes, strict=True
-      )
+      dataclasses.replace(_cut(row, draw.max_tokens), number=draw.episode)
+      for draw, row in zip(draws, out.completions(), strict=True)
     ]
 
 
-def _cut(
-  draw: Draw,
-  ids: np.ndarray,
-  logps: np.ndarray,
-  reason: str,
-  routes: np.ndarray | None,
-) -> Drawn:
+def _cut(row: Completion, most: int) -> Completion:
   """Returns an action with at most the tokens that there is room for."""
-  if len(ids) > draw.max_tokens:
-    ids, logps, reason = ids[: draw.max_tokens], logps[: draw.max_tokens], "length"
-  if routes is not None:
-    routes = routes[: len(draw.prompt) + len(ids)]
-  return Drawn(draw.episode, ids.astype(np.int32), logps, None, reason, routes)
+  if len(row.ids) <= most:
+    return row
+  return dataclasses.replace(row.cut(most), finish_reason="length")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from tunix.generate import engine_sampler
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler
+from tunix.generate.outputs import with_text
 from tunix.generate.sampler import CacheConfig, Sampler
-from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
 # Engines of this library, which sample on the devices of a mesh.
@@ -65,6 +69,17 @@ class VanillaRollout(SamplerRollout):
       )
       self.sampler = name
       self._sampler = self._made()
+
+  def _output(
+    self, prompts: list[np.ndarray], steps: int, options: dict[str, Any]
+  ) -> RolloutOutput:
+    checked = SamplingOptions(max_generation_steps=steps, **options)
+    rows = self._sampler.complete(prompts, checked)
+    tokenizer, stops = self._sampler.tokenizer, checked.stops
+    # The weights are those of `version`, whatever number the engine gave them.
+    rows = [dataclasses.replace(row, versions=None) for row in rows]
+    rows = [with_text(row, tokenizer, stops) for row in rows]
+    return RolloutOutput.of(rows, self.version)
 
   def session(
     self, rows: int, max_tokens: int

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from tunix.generate.engine.engine import Engine
+from tunix.generate.tokens import Completion
 from tunix.rl.common import Rollouts
-from tunix.rl.env.policy import Draw, Drawn
+from tunix.rl.env.policy import Draw
 from tunix.rl.metrics import Phases
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.turns import EngineTurns
@@ -132,7 +133,7 @@ class GroupPolicy:
     self.turns: EngineTurns | None = None  # only the engine's thread uses it
     self.is_abandoned = False
     self._open = 0
-    self._answers: queue.SimpleQueue[Drawn] = queue.SimpleQueue()
+    self._answers: queue.SimpleQueue[Completion] = queue.SimpleQueue()
 
   @property
   def open(self) -> int:
@@ -144,7 +145,7 @@ class GroupPolicy:
     self._open += len(draws)
     self._loop.put(Asked(self, tuple(draws)))
 
-  def poll(self) -> list[Drawn]:
+  def poll(self) -> list[Completion]:
     self._check()
     try:
       drawn = [self._answers.get(timeout=_LOOK_S)]
@@ -158,9 +159,9 @@ class GroupPolicy:
     self._check()
     self._loop.put(Ended(self, rollouts, content, offset))
 
-  def answer(self, drawn: Drawn) -> None:
+  def answer(self, drawn: Completion) -> None:
     """Hands out an action; called in the engine's thread."""
-    self._answers.put(drawn._replace(episode=drawn.episode - self.first))
+    self._answers.put(dataclasses.replace(drawn, number=drawn.number - self.first))
 
   def _check(self) -> None:
     if self.is_abandoned or not self._loop.is_running:

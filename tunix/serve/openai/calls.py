@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from tunix.generate.engine.request import EngineRequest
+from tunix.generate.tokens import Completion
 from tunix.serve.http.bodies import Answer, Call, Stream
 from tunix.serve.http.forms import StreamOptions
 from tunix.serve.openai.context import Context
-from tunix.serve.openai.running import Clock, Collected, Part, Run, check_alive, collect
+from tunix.serve.openai.running import Clock, Part, Run, check_alive, collect
 
 # Seconds between two checks of the clock: a shutdown shortens the limit.
 _LOOK = 1.0
@@ -31,7 +32,7 @@ class Job(Protocol):
   stream: StreamOptions
   headers: dict[str, str]
 
-  def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
+  def answer(self, run: Run, rows: list[list[Completion]]) -> Any:
     """Returns the JSON of a whole answer."""
     ...
 

@@ -11,6 +11,7 @@ from tunix.generate.answer_reader import AnswerReader
 from tunix.generate.answers.formats import format_for
 from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
+from tunix.generate.tokens import Completion, Delta
 from tunix.serve.http import forms
 from tunix.serve.http.bodies import Call
 from tunix.serve.http.errors import bad
@@ -19,7 +20,7 @@ from tunix.serve.openai import logprobs
 from tunix.serve.openai.context import Context, new_id
 from tunix.serve.openai.logprobs import Scored
 from tunix.serve.openai.messages import read_messages, read_tools
-from tunix.serve.openai.running import Collected, Part, Run
+from tunix.serve.openai.running import Part, Run
 from tunix.serve.openai.sampling import read_sampling, read_top
 
 
@@ -94,12 +95,10 @@ class Choice:
   calls: int = 0
   is_begun: bool = False
 
-  def read(self, grown: Collected) -> Piece:
-    """Returns what new deltas settle."""
-    piece = Piece()
-    for delta in grown.deltas:
-      is_last = delta.finish_reason is not None
-      piece += self.reader.push(delta.tokens, delta.text, is_last)
+  def read(self, grown: Delta | Completion) -> Piece:
+    """Returns what new tokens settle."""
+    is_last = grown.finish_reason is not None
+    piece = self.reader.push(grown.ids, grown.text, is_last)
     self.calls += len(piece.calls)
     return piece
 
@@ -150,7 +149,7 @@ class ChatJob:
     prompt = self._prompt.text if has_reasoning else None
     return Choice(reader=AnswerReader(tokenizer, tool_format, tools, prompt))
 
-  def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
+  def answer(self, run: Run, rows: list[list[Completion]]) -> Any:
     choices = [self._choice(number, whole) for number, whole in enumerate(rows[0])]
     ids = {"prompt_token_ids": self._prompt.ids} if self._with_ids else {}
     return {
@@ -161,7 +160,7 @@ class ChatJob:
     }
 
   def chunks(self, run: Run, part: Part) -> list[Any]:
-    number, grown = part.delta.sample, Collected(deltas=[part.delta])
+    number, grown = part.delta.sample, part.delta
     state = self._choices[number]
     first_call = state.calls
     piece = state.read(grown)
@@ -170,7 +169,7 @@ class ChatJob:
       call["index"] = first_call + i
     is_last = grown.finish_reason is not None
     if not (delta or is_last or self._has_logprobs or self._with_ids):
-      self._tokens += len(grown.tokens)
+      self._tokens += len(grown.ids)
       return []  # all of it is held back
     if not state.is_begun:
       delta = {"role": "assistant", "content": "", **delta}
@@ -199,7 +198,7 @@ class ChatJob:
       "system_fingerprint": f"weights-{self._context.engine.version}",
     }
 
-  def _choice(self, number: int, whole: Collected) -> dict[str, Any]:
+  def _choice(self, number: int, whole: Completion) -> dict[str, Any]:
     state = self._choices[number]
     piece = state.read(whole)
     message = {"role": "assistant", "content": None, "refusal": None}
@@ -227,9 +226,9 @@ class ChatJob:
       ]
     return message
 
-  def _rest(self, state: Choice, grown: Collected) -> dict[str, Any]:
+  def _rest(self, state: Choice, grown: Delta | Completion) -> dict[str, Any]:
     """Returns the fields of a choice next to its message."""
-    tokens, reason = grown.tokens, forms.finish_reason(grown.finish_reason)
+    tokens, reason = grown.ids.tolist(), forms.finish_reason(grown.finish_reason)
     self._tokens += len(tokens)
     if reason == "stop" and state.calls:
       reason = "tool_calls"
@@ -237,7 +236,7 @@ class ChatJob:
     if reason is not None and state.reader.problem is not None:
       rest["malformed_tool_call"] = state.reader.problem
     if self._has_logprobs:
-      scored = Scored(tokens, grown.logprobs, grown.top, self._top)
+      scored = Scored.of(grown, self._top)
       texts = self._context.texts
       rest["logprobs"] = logprobs.chat_form(scored, texts, as_ids=self._as_ids)
     if self._with_ids:

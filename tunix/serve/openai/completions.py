@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tunix.generate.tokens import Completion, Delta, Tokens
 from tunix.serve.http import forms
 from tunix.serve.http.bodies import Call
 from tunix.serve.http.errors import bad
@@ -12,7 +13,7 @@ from tunix.serve.http.fields import Fields, is_ids, missing, shown
 from tunix.serve.openai import logprobs
 from tunix.serve.openai.context import Context, new_id
 from tunix.serve.openai.logprobs import Scored
-from tunix.serve.openai.running import Collected, Part, Run
+from tunix.serve.openai.running import Part, Run
 from tunix.serve.openai.sampling import read_sampling, read_top
 
 _DEFAULT_TOKENS = 16  # OpenAI's
@@ -67,7 +68,7 @@ class CompletionJob:
       return min(_DEFAULT_TOKENS, self._context.room(ids, None))
     return self._context.room(ids, max(1, max_tokens))
 
-  def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
+  def answer(self, run: Run, rows: list[list[Completion]]) -> Any:
     choices = []
     for number, row in enumerate(rows):
       for sample, whole in enumerate(row):
@@ -81,8 +82,7 @@ class CompletionJob:
   def chunks(self, run: Run, part: Part) -> list[Any]:
     sample = part.delta.sample
     is_first = part.request * self._n + sample not in self._offsets
-    grown = Collected(deltas=[part.delta])
-    choice = self._choice(run, part.request, sample, grown, is_first=is_first)
+    choice = self._choice(run, part.request, sample, part.delta, is_first=is_first)
     usage = {"usage": None} if self.stream.with_usage else {}
     return [{**self._head(), "choices": [choice], **usage}]
 
@@ -101,13 +101,18 @@ class CompletionJob:
     }
 
   def _choice(
-    self, run: Run, number: int, sample: int, grown: Collected, is_first: bool
+    self,
+    run: Run,
+    number: int,
+    sample: int,
+    grown: Delta | Completion,
+    is_first: bool,
   ) -> dict[str, Any]:
     """Returns one of `choices`, for all of a completion or a part of it."""
     index = number * self._n + sample
     ids, prompt_text = self._prompts[number]
     echoes = self._echo and is_first
-    tokens = [] if self._only_prompt else grown.tokens
+    tokens = [] if self._only_prompt else grown.ids.tolist()
     self._tokens += len(tokens)
     text = (self._prompt_text(ids, prompt_text) if echoes else "") + (
       "" if self._only_prompt else grown.text
@@ -134,7 +139,7 @@ class CompletionJob:
     self,
     run: Run,
     number: int,
-    grown: Collected,
+    grown: Tokens,
     echoes: bool,
     offsets: logprobs.Offsets,
   ) -> dict[str, Any]:
@@ -143,7 +148,7 @@ class CompletionJob:
     if echoes:
       scored = self._scored_prompt(run, number, top)
     if not self._only_prompt:
-      scored += Scored(grown.tokens, grown.logprobs, grown.top, top)
+      scored += Scored.of(grown, top)
     return logprobs.completion_form(
       scored,
       self._context.texts,
@@ -155,9 +160,7 @@ class CompletionJob:
   def _scored_prompt(self, run: Run, number: int, top: int) -> Scored:
     scores = run.tickets[number].prompt_scores
     assert scores is not None  # the engine scores a prompt before its first delta
-    ids = self._prompts[number][0]
-    rest = Scored(ids[1:], scores.logprobs, scores.top, top)
-    return Scored(ids[:1], [None]) + rest
+    return Scored(self._prompts[number][0][:1], [None]) + Scored.of(scores, top)
 
   def _prompt_text(self, ids: list[int], text: str | None) -> str:
     return self._context.tokenizer.decode(ids) if text is None else text

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tunix.generate.engine.request import TopLogprobs
 from tunix.generate.engine.token_bytes import token_bytes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokens import Tokens
 
 # JSON has no infinity; vLLM writes the same number for a token that cannot be drawn.
 LOWEST = -9999.0
@@ -84,19 +84,21 @@ class Scored:
     top: at each position the most likely ids with their log-probabilities.
   """
 
-  def __init__(
-    self,
-    tokens: Sequence[int],
-    logprobs: Iterable[float | None],
-    top: TopLogprobs | None = None,
-    most: int = 0,
-  ):
+  def __init__(self, tokens: Sequence[int], logprobs: Iterable[float | None]):
     self.tokens = [int(token) for token in tokens]
     self.logprobs = [None if x is None else _finite(x) for x in logprobs]
     self.top: list[list[tuple[int, float]]] = [[] for _ in self.tokens]
+
+  @classmethod
+  def of(cls, tokens: Tokens, most: int) -> Scored:
+    """Returns drawn tokens, or those of a prompt, with `most` of their likely ids."""
+    logps, top = tokens.logps, tokens.top
+    scored = cls(tokens.ids.tolist(), () if logps is None else logps.tolist())
     if top is not None and most:
       rows = zip(top.ids.tolist(), top.logprobs.tolist())
-      self.top = [[(i, _finite(x)) for i, x in list(zip(*row))[:most]] for row in rows]
+      made = [[(i, _finite(x)) for i, x in list(zip(*row))[:most]] for row in rows]
+      scored.top = made
+    return scored
 
   def __add__(self, other: Scored) -> Scored:
     joined = Scored(self.tokens + other.tokens, self.logprobs + other.logprobs)

@@ -15,15 +15,8 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from tunix.generate.engine.request import (
-  Delta,
-  EngineDead,
-  EngineRequest,
-  Ticket,
-  TopLogprobs,
-)
+from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
+from tunix.generate.tokens import Completion, Delta, joined
 from tunix.serve.http.errors import ApiError, bad, shutting_down
 
 # Seconds between two checks of the driver, in case the engine ended without an error.
@@ -190,57 +183,11 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)
 
 
-@dataclasses.dataclass(kw_only=True)
-class Collected:
-  """One completion that grows out of its deltas; attributes as in `Delta`."""
-
-  deltas: list[Delta] = dataclasses.field(default_factory=list)
-
-  @property
-  def text(self) -> str:
-    return "".join(delta.text for delta in self.deltas)
-
-  @property
-  def finish_reason(self) -> str | None:
-    return self.deltas[-1].finish_reason if self.deltas else None
-
-  @property
-  def tokens(self) -> list[int]:
-    return [int(token) for delta in self.deltas for token in delta.tokens]
-
-  @property
-  def versions(self) -> list[int]:
-    return [int(version) for delta in self.deltas for version in delta.versions]
-
-  @property
-  def logprobs(self) -> list[float]:
-    return joined(delta.logprobs for delta in self.deltas)
-
-  @property
-  def sampling_logprobs(self) -> list[float]:
-    return joined(delta.sampling_logprobs for delta in self.deltas)
-
-  @property
-  def top(self) -> TopLogprobs | None:
-    tops = [delta.top for delta in self.deltas if delta.top is not None]
-    if not tops:
-      return None
-    return TopLogprobs(
-      ids=np.concatenate([top.ids for top in tops]),
-      logprobs=np.concatenate([top.logprobs for top in tops]),
-    )
-
-
-def joined(arrays: Any) -> list[float]:
-  """Returns the numbers of several arrays in one list; None has no numbers."""
-  return [float(x) for array in arrays if array is not None for x in array]
-
-
-async def collect(run: Run, clock: Clock) -> list[list[Collected]]:
+async def collect(run: Run, clock: Clock) -> list[list[Completion]]:
   """Waits for all completions, by request and sample."""
-  rows = [
-    [Collected() for _ in range(ticket.request.num_samples)] for ticket in run.tickets
+  rows: list[list[list[Delta]]] = [
+    [[] for _ in range(ticket.request.num_samples)] for ticket in run.tickets
   ]
   async for part in run.parts(clock):
-    rows[part.request][part.delta.sample].deltas.append(part.delta)
-  return rows
+    rows[part.request][part.delta.sample].append(part.delta)
+  return [[joined(deltas) for deltas in samples] for samples in rows]

@@ -7,6 +7,9 @@ import time
 import uuid
 from typing import Any
 
+import numpy as np
+
+from tunix.generate.tokens import Completion, Delta
 from tunix.serve.http import forms
 from tunix.serve.http.bodies import Answer, Call
 from tunix.serve.http.errors import bad
@@ -15,7 +18,7 @@ from tunix.serve.openai import logprobs
 from tunix.serve.openai.chat import read_prompt
 from tunix.serve.openai.context import Context
 from tunix.serve.openai.logprobs import Scored
-from tunix.serve.openai.running import Collected, Part, Run
+from tunix.serve.openai.running import Part, Run
 from tunix.serve.openai.sampling import read_sampling, read_top
 
 # Fields of vLLM's sampling parameters about how its server works, not what it draws.
@@ -132,7 +135,7 @@ class GenerateJob:
       )
     ]
 
-  def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
+  def answer(self, run: Run, rows: list[list[Completion]]) -> Any:
     choices = [self._choice(i, whole) for i, whole in enumerate(rows[0])]
     content = {
       "request_id": self.id,
@@ -146,7 +149,7 @@ class GenerateJob:
     return content | ({"prompt_token_ids": self._ids} if self._with_ids else {})
 
   def chunks(self, run: Run, part: Part) -> list[Any]:
-    choice = self._choice(part.delta.sample, Collected(deltas=[part.delta]))
+    choice = self._choice(part.delta.sample, part.delta)
     chunk = self._chunk([choice])
     if not self._begun:
       if self._with_ids:
@@ -169,23 +172,22 @@ class GenerateJob:
       "usage": None,
     }
 
-  def _choice(self, index: int, grown: Collected) -> dict[str, Any]:
-    tokens = grown.tokens
+  def _choice(self, index: int, grown: Delta | Completion) -> dict[str, Any]:
+    tokens = grown.ids.tolist()
     self._tokens += len(tokens)
     choice: dict[str, Any] = {
       "index": index,
       "token_ids": tokens,
       "logprobs": None,
       "finish_reason": forms.finish_reason(grown.finish_reason),
-      "weight_versions": spans(grown.versions),
+      "weight_versions": spans(_numbers(grown.versions)),
     }
     if self._mode == "text":
       choice["text"] = grown.text
     if self._top is not None:
-      scored = Scored(tokens, grown.logprobs, grown.top, self._top)
-      choice["logprobs"] = self._logprobs(scored)
+      choice["logprobs"] = self._logprobs(Scored.of(grown, self._top))
       choice["sampling_logprobs"] = [
-        max(logprobs.LOWEST, x) for x in grown.sampling_logprobs
+        max(logprobs.LOWEST, x) for x in _numbers(grown.sampling_logps)
       ]
     return choice
 
@@ -198,10 +200,15 @@ class GenerateJob:
     scores = run.tickets[0].prompt_scores
     if self._prompt_top is None or scores is None:
       return None
-    rest = Scored(self._ids[1:], scores.logprobs, scores.top, self._prompt_top)
+    rest = Scored.of(scores, self._prompt_top)
     return logprobs.prompt_form(
       Scored(self._ids[:1], [None]) + rest, self._context.texts
     )
+
+
+def _numbers(column: np.ndarray | None) -> list[Any]:
+  """Returns the numbers of a column; a delta without tokens may lack it."""
+  return [] if column is None else column.tolist()
 
 
 def spans(versions: list[int]) -> list[dict[str, Any]]:

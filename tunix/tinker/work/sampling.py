@@ -16,12 +16,12 @@ import numpy as np
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import (
-  Completion,
   EngineDead,
   EngineRequest,
   RequestError,
   Ticket,
 )
+from tunix.generate.tokens import Completion
 from tunix.tinker.errors import BusyError, NotFoundError, TinkerError
 from tunix.tinker.protocol.results import (
   Result,
@@ -370,25 +370,25 @@ def _request(
   )
 
 
-def _result(op: Op, ticket: Ticket, completions: list[Any]) -> Result:
+def _result(op: Op, ticket: Ticket, completions: list[Completion]) -> Result:
   args, size = op.args, op.arrays["prompt"].size
   if any(x.finish_reason == "cancelled" for x in completions):
     return Result(error=_CANCELLED)
+  column = lambda name: np.concatenate([getattr(x, name) for x in completions])
   arrays = {
-    "lengths": np.array([x.tokens.size for x in completions], np.int32),
-    "tokens": np.concatenate([x.tokens for x in completions]).astype(np.int32),
-    "logprobs": np.concatenate([x.logprobs for x in completions]).astype(np.float32),
+    "lengths": np.array([x.ids.size for x in completions], np.int32),
+    "tokens": column("ids").astype(np.int32),
+    "logprobs": column("logps").astype(np.float32),
   }
   if k := args["topk_sample"]:
-    tops = [x.top for x in completions]
-    arrays["topk_ids"] = np.concatenate([t.ids[:, :k] for t in tops])
-    arrays["topk_logprobs"] = np.concatenate([t.logprobs[:, :k] for t in tops])
+    arrays["topk_ids"] = column("top_ids")[:, :k]
+    arrays["topk_logprobs"] = column("top_logps")[:, :k]
   scores = ticket.prompt_scores
-  if scores is not None:
+  if scores is not None and scores.logps is not None:
     first = 1 if args["last_n"] is None else size - args["last_n"]
     if args["prompt_logprobs"]:
       logps = np.full(size, np.nan, np.float32)
-      logps[first:] = scores.logprobs[first - 1 :]
+      logps[first:] = scores.logps[first - 1 :]
       arrays["prompt_logprobs"] = logps
     if (k := args["topk_prompt"]) and scores.top is not None:
       ids = np.zeros((size, k), np.int32)

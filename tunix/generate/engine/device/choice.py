@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate.drawing import filters, sampling
+from tunix.models.transformer.experts.route_records import RouteForm
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
 
@@ -72,23 +73,36 @@ def repeated(rules: Rules, count: int) -> Rules:
 
 
 class Chosen(NamedTuple):
-  """The tokens of one position of every row.
+  """The tokens of one position of every row, with the columns of `tokens.Tokens`.
 
   Attributes:
-    tokens: int32 [B].
+    ids: int32 [B].
     logps: float32 [B], in nats, under the model's own distribution; 0 if not wanted.
     sampling_logps: float32 [B], under the distribution drawn from; 0 at temperature 0.
     top_ids: int32 [B, t], most likely tokens; 0 if not wanted.
     top_logps: float32 [B, t].
-    is_finite: bool [B], False if a logit is NaN or +inf, or if no token is allowed.
+    routes: [B, M, k], the experts of the token that was run to draw each token, see
+      experts/route_records.py; None if routes are not recorded.
   """
 
-  tokens: jax.Array
+  ids: jax.Array
   logps: jax.Array
   sampling_logps: jax.Array
   top_ids: jax.Array
   top_logps: jax.Array
-  is_finite: jax.Array
+  routes: jax.Array | None = None
+
+
+def empty(shape: tuple[int, ...], tops: int, form: RouteForm | None) -> Chosen:
+  """Returns zeros; `form` is that of recorded routes, or None."""
+  return Chosen(
+    jnp.zeros(shape, jnp.int32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, tops), jnp.int32),
+    jnp.zeros((*shape, tops), jnp.float32),
+    None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
+  )
 
 
 def choose(
@@ -97,7 +111,7 @@ def choose(
   index: Int[Array, " B"],
   allowed: Int[Array, "B W"] | None = None,
   tops: int = 0,
-) -> Chosen:
+) -> tuple[Chosen, Bool[Array, " B"]]:
   """Chooses the token of every row.
 
   Args:
@@ -108,6 +122,10 @@ def choose(
     allowed: uint32 [B, ceil(V / 32)] bits of allowed tokens (`request.Matcher.mask`);
       None: all tokens.
     tops: number t of most likely tokens.
+
+  Returns:
+    The tokens, and False for a row if a logit is NaN or +inf, or if no token is
+    allowed.
   """
   biased = rules.when("biases", lambda: _biased(logits, rules), logits)
   if allowed is not None:
@@ -124,7 +142,7 @@ def choose(
   )
   # The best logit is NaN if any is. A sampled token would not show it.
   at = jnp.take_along_axis(biased, best[:, None], axis=1)[:, 0]
-  return Chosen(tokens, logps, drawn, top_ids, top_logps, jnp.isfinite(at))
+  return Chosen(tokens, logps, drawn, top_ids, top_logps), jnp.isfinite(at)
 
 
 def _biased(logits: jax.Array, rules: Rules) -> jax.Array:

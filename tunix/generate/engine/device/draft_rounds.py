@@ -68,7 +68,7 @@ def propose(
 
   def chosen(hidden, index):
     logits = rounds_lib.logits_of(model, hidden)
-    return choice.choose(logits, rules, index).tokens
+    return choice.choose(logits, rules, index)[0].ids
 
   def step(carry, number):
     store, tokens = carry

@@ -64,9 +64,9 @@ def mixed(
     rounds: int32 scalar, at most R.
     draft: the draft model, which computes its keys of the same tokens; None: none runs.
   """
-  tops = carry.out.top_ids.shape[2]
+  tops = carry.out.chosen.top_ids.shape[2]
   shape = blocks.tokens.shape[0], blocks.tokens.shape[1] * blocks.tokens.shape[2]
-  scores = rounds_lib.no_scores(shape, tops, carry.out.routes)
+  scores = rounds_lib.no_scores(shape, tops, carry.out.chosen.routes)
 
   def body(loop):
     number, carry, scores = loop
@@ -182,14 +182,14 @@ def decode(
       proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     model = nnx.merge(graph, state)
-    store, chosen, is_run, routes = _run_drafts(model, bank, carry, rules, tokens)
+    store, chosen, flags = _run_drafts(model, bank, carry, rules, tokens)
     started, before = slots, out
-    slots, out = _emit_right_ones(slots, out, tokens, chosen, is_run, routes)
+    slots, out = _emit_right_ones(slots, out, tokens, chosen, *flags)
     if draft is not None:  # keys of tokens that were drawn, not of wrong drafts
       drafted = jnp.minimum(started.position + draft_tokens, slots.position)
       slots = dataclasses.replace(slots, drafted=drafted)
     elif not draft_tokens and slots.history.shape[1]:
-      out = rounds_lib.watched(started, out, chosen.tokens[:, 0])
+      out = rounds_lib.watched(started, out, chosen.ids[:, 0])
     out = dataclasses.replace(
       out,
       rounds=out.rounds + 1,
@@ -210,7 +210,7 @@ def decode(
 
 def _run_drafts(
   model: Any, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
-) -> tuple[Any, Chosen, jax.Array, jax.Array | None]:
+) -> tuple[Any, Chosen, tuple[jax.Array, jax.Array]]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 
   Args:
@@ -219,8 +219,8 @@ def _run_drafts(
     tokens: int32 [B, 1 + D], the last token and the drafts of each slot.
 
   Returns:
-    The cache, the drawn tokens [B, 1 + D], bool [B, 1 + D], True for tokens that were
-    run, and the routes [B, 1 + D, M, k] of the tokens, or None.
+    The cache, the drawn tokens [B, 1 + D], and two bool [B, 1 + D]: `is_finite` of
+    `choice.choose`, and True for tokens that were run.
   """
   slots, (batch, width) = carry.slots, tokens.shape
   positions = slots.position[:, None] + jnp.arange(width)
@@ -237,15 +237,15 @@ def _run_drafts(
   )
   # Every position draws its token at once; which of them count is seen afterwards.
   index = slots.index[:, None] + jnp.arange(width)
-  chosen = choice.choose(
+  chosen, is_finite = choice.choose(
     rounds_lib.logits_of(model, hidden),
     choice.repeated(rules, width),
     index.reshape(-1),
-    tops=carry.out.top_ids.shape[2],
+    tops=carry.out.chosen.top_ids.shape[2],
   )
   by_slot = lambda x: x.reshape(batch, width, *x.shape[1:])
-  chosen, routes = jax.tree.map(by_slot, (chosen, routes))
-  return store, chosen, is_run, routes
+  chosen = jax.tree.map(by_slot, chosen._replace(routes=routes))
+  return store, chosen, (by_slot(is_finite), is_run)
 
 
 def _emit_right_ones(
@@ -253,14 +253,14 @@ def _emit_right_ones(
   out: Out,
   tokens: jax.Array,
   chosen: Chosen,
+  is_finite: jax.Array,
   is_run: jax.Array,
-  routes: jax.Array | None,
 ) -> tuple[Slots, Out]:
   """Appends the drawn tokens up to the first that differs from its draft.
 
   Args:
     slots, out: those before the round.
-    tokens, chosen, is_run, routes: see `_run_drafts`.
+    tokens, chosen, is_finite, is_run: see `_run_drafts`.
   """
   counts = slots.active
   for i in range(tokens.shape[1]):
@@ -271,7 +271,7 @@ def _emit_right_ones(
       counts = counts & slots.active & (tokens[:, i] == slots.last)
       out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
     drawing = dataclasses.replace(slots, active=counts)
-    one = jax.tree.map(lambda x, i=i: x[:, i], (chosen, routes))
+    one = jax.tree.map(lambda x, i=i: x[:, i], (chosen, is_finite))
     drawing, out = rounds_lib.emit(drawing, out, *one)
     over = counts & ~drawing.active
     slots = dataclasses.replace(drawing, active=slots.active & ~over)

@@ -81,15 +81,15 @@ def draw(
   allowed: Leaf | None,
 ) -> tuple[Slots, Out]:
   """Draws the token of each slot that decodes, or whose prompt the round has ended."""
-  tops = out.top_ids.shape[2]
-  chosen = choice.choose(ran.logits, rules, slots.index, allowed, tops)
+  tops = out.chosen.top_ids.shape[2]
+  chosen, is_finite = choice.choose(ran.logits, rules, slots.index, allowed, tops)
   first = here.draws >= 0
   slots = dataclasses.replace(
     slots,
     active=slots.active | first,
     position=jnp.where(first, here.ends - 1, slots.position),
   )
-  slots, out = emit(slots, out, chosen, ran.routes)
+  slots, out = emit(slots, out, chosen._replace(routes=ran.routes), is_finite)
   slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
   return slots, dataclasses.replace(out, rounds=out.rounds + 1)
 
@@ -97,7 +97,7 @@ def draw(
 def no_scores(
   shape: tuple[int, ...], tops: int, routes: jax.Array | None = None
 ) -> PromptOut:
-  """Returns an empty `PromptOut`; with routes of the form of those of `Out`, if any."""
+  """Returns an empty `PromptOut`; with routes of the form of `routes`, if any."""
   return PromptOut(
     jnp.zeros(shape, jnp.float32),
     jnp.zeros((*shape, tops), jnp.int32),
@@ -143,42 +143,37 @@ def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
 
 
 def emit(
-  slots: Slots, out: Out, chosen: Chosen, routes: jax.Array | None
+  slots: Slots, out: Out, chosen: Chosen, is_finite: jax.Array
 ) -> tuple[Slots, Out]:
   """Appends the chosen tokens of the active slots, and ends the slots that are done.
 
   Args:
     slots, out: the slots and the results.
     chosen: the tokens.
-    routes: see `Ran`.
+    is_finite: see `choice.choose`.
   """
-  bad = slots.active & ~chosen.is_finite
-  draws = slots.active & chosen.is_finite
+  bad = slots.active & ~is_finite
+  draws = slots.active & is_finite
   rows = jnp.arange(draws.shape[0])
-  place = jnp.where(draws, out.count, out.tokens.shape[1])
+  place = jnp.where(draws, out.count, out.chosen.ids.shape[1])
   write = lambda buffer, new: buffer.at[rows, place].set(new, mode="drop")
   position = slots.position + 1
-  stops = draws & jnp.any(chosen.tokens[:, None] == slots.stop_ids, axis=1)
+  stops = draws & jnp.any(chosen.ids[:, None] == slots.stop_ids, axis=1)
   out = dataclasses.replace(
     out,
     count=out.count + draws,
-    tokens=write(out.tokens, chosen.tokens),
-    logps=write(out.logps, chosen.logps),
-    sampling_logps=write(out.sampling_logps, chosen.sampling_logps),
-    top_ids=write(out.top_ids, chosen.top_ids),
-    top_logps=write(out.top_logps, chosen.top_logps),
+    chosen=jax.tree.map(write, out.chosen, chosen),
     stopped=out.stopped | stops,
     bad=out.bad | bad,
-    routes=out.routes if routes is None else write(out.routes, routes),
   )
   history = slots.history
   if history.shape[1]:
     at = jnp.where(draws, position, history.shape[1])
-    history = history.at[rows, at].set(chosen.tokens, mode="drop")
+    history = history.at[rows, at].set(chosen.ids, mode="drop")
   pick = lambda new, old: jnp.where(draws, new, old)
   slots = dataclasses.replace(
     slots,
-    last=pick(chosen.tokens, slots.last),
+    last=pick(chosen.ids, slots.last),
     position=pick(position, slots.position),
     index=slots.index + draws,
     active=draws & ~stops & (position + 1 < slots.limit),

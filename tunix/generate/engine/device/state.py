@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tunix.generate.engine.device import choice
+from tunix.generate.engine.device.choice import Chosen
 from tunix.models.transformer.experts.route_records import RouteForm
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
@@ -48,11 +50,8 @@ class Out:
 
   Attributes:
     count: int32 [B], number of drawn tokens.
-    tokens: int32 [B, C].
-    logps, sampling_logps: float32 [B, C], see `Chosen`.
-    top_ids, top_logps: [B, C, t], see `Chosen`.
-    routes: [B, C, M, k], the experts of the token that was run to draw each token, see
-      experts/route_records.py; None if routes are not recorded.
+    chosen: the drawn tokens, [B, C] and [B, C, ...]; `count` columns of a row are
+      valid.
     stopped: bool [B], True if one of `stop_ids` was drawn.
     bad: bool [B], True if a logit was not finite; the token before is the last.
     rounds: int32 scalar, number of rounds.
@@ -65,11 +64,7 @@ class Out:
   """
 
   count: jax.Array
-  tokens: jax.Array
-  logps: jax.Array
-  sampling_logps: jax.Array
-  top_ids: jax.Array
-  top_logps: jax.Array
+  chosen: Chosen
   stopped: jax.Array
   bad: jax.Array
   rounds: jax.Array
@@ -79,7 +74,6 @@ class Out:
   accepted: jax.Array
   watched: jax.Array
   predicted: jax.Array
-  routes: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -138,16 +132,10 @@ class Ran(NamedTuple):
 
 def empty(slots: int, columns: int, tops: int, form: RouteForm | None = None) -> Out:
   """Returns an `Out` without tokens; `form` is that of recorded routes, or None."""
-  shape = (slots, columns)
-  floats = lambda *more: jnp.zeros((*shape, *more), jnp.float32)
   number = lambda: jnp.zeros((), jnp.int32)
   return Out(
     count=jnp.zeros(slots, jnp.int32),
-    tokens=jnp.zeros(shape, jnp.int32),
-    logps=floats(),
-    sampling_logps=floats(),
-    top_ids=jnp.zeros((*shape, tops), jnp.int32),
-    top_logps=floats(tops),
+    chosen=choice.empty((slots, columns), tops, form),
     stopped=jnp.zeros(slots, bool),
     bad=jnp.zeros(slots, bool),
     rounds=number(),
@@ -157,7 +145,6 @@ def empty(slots: int, columns: int, tops: int, form: RouteForm | None = None) ->
     accepted=number(),
     watched=number(),
     predicted=number(),
-    routes=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
   )
 
 

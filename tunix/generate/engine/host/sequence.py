@@ -33,7 +33,6 @@ class Sequence:
     uses: flags of `choice.Rules` that it needs.
     adapter: number of its adapter, see `AdapterBank.index`; 0: none.
     matcher: state of its constraint, or None.
-    versions: version of the weights of each drawn token.
     scores: log-probs of the prompt's tokens so far, if they are asked for.
     routes: experts of its tokens [limit, M, k], see experts/route_records.py; None if
       they are not recorded.
@@ -63,7 +62,6 @@ class Sequence:
   pages: list[list[int]] = dataclasses.field(default_factory=list)
   digests: list[bytes] = dataclasses.field(default_factory=list)
   leader: Sequence | None = None
-  versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
   routes: np.ndarray | None = None
   routed: int = 0

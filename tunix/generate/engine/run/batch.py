@@ -9,7 +9,8 @@ import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.host.draft_policy import Source
-from tunix.generate.engine.request import Completion, EngineRequest, Ticket
+from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.tokens import Completion
 
 
 def run(engine: Any, requests: Seq[EngineRequest]) -> list[list[Completion]]:

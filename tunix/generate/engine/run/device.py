@@ -203,7 +203,7 @@ class Device:
     assert len(segments) == 1 and len(plan.rounds) + plan.decode_rounds == 1
     [(width, rounds)] = segments
     blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
-    tops = out.top_ids.shape[2]
+    tops = out.chosen.top_ids.shape[2]
     # The call returns before the program has run, so the masks cost no time of the
     # device unless they take longer than the model.
     store, ran, scores = programs.call(

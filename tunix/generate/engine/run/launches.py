@@ -132,7 +132,7 @@ class Launches:
     for slot, s in enumerate(running):
       if s is None:
         continue
-      count, reason = results.take(s, out, version)
+      count, reason = results.take(s, out)
       self.counts["generated_tokens"] += count
       computed = s.length - 1 if count else ends.get(s, s.computed)
       self._scheduler.computed(s, computed)
@@ -144,7 +144,7 @@ class Launches:
         written += [(slot, page, *s.pages_at(page)) for page in pages]
       if out.bad[slot] and reason is None:  # else a stop string came before it
         s.failure = _not_finite(s)
-      results.hand_out(s, out, slot, count, None if s.failure else reason)
+      results.hand_out(s, out, slot, count, None if s.failure else reason, version)
       if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:

@@ -18,8 +18,8 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.host.draft_policy import Source
 from tunix.generate.engine.host.plan import Block, Plan
 from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.request import Completion
 from tunix.generate.engine.run.device import Device
+from tunix.generate.tokens import Completion
 from tunix.perf import programs
 
 
@@ -83,10 +83,10 @@ def completions(sequence: Sequence) -> list[Completion]:
   one = np.ones(1, np.int32)
   logps = np.zeros(1, np.float32) if request.logprobs else None
   made = Completion(
-    text="",
-    tokens=one,
-    logprobs=logps,
-    sampling_logprobs=logps,
+    prompt=request.prompt,
+    ids=one,
+    logps=logps,
+    sampling_logps=logps,
     versions=one,
     routes=None if routes is None else routes[: sequence.length + 1],
     finish_reason="length",

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tunix.generate.engine.device.state import Out, PromptOut
 from tunix.generate.engine.host import matching
 from tunix.generate.engine.host.plan import Block
 from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.request import (
-  Completion,
-  Delta,
-  PromptScores,
-  RequestError,
-  Ticket,
-  TopLogprobs,
-)
+from tunix.generate.engine.request import RequestError, Ticket
+from tunix.generate.tokens import Completion, Delta, Tokens, joined
 
 
-def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
+def take(s: Sequence, out: Out) -> tuple[int, str | None]:
   """Appends the tokens that a launch drew for a completion.
 
   Args:
     s: the completion.
     out: results of the launch, on the host.
-    version: number of the weights.
 
   Returns:
     The number of new tokens, and why the completion ended, or None.
@@ -33,10 +28,11 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
   prompt, count = len(s.request.prompt), int(out.count[s.slot])
   if not count:
     return 0, None
-  drawn = out.tokens[s.slot, :count]
+  drawn = out.chosen.ids[s.slot, :count]
   s.tokens[s.length : s.length + count] = drawn
-  if out.routes is not None:  # each token is drawn by a run of the token before it
-    s.record(s.length - 1, np.asarray(out.routes[s.slot, :count]))
+  routes = out.chosen.routes
+  if routes is not None:  # each token is drawn by a run of the token before it
+    s.record(s.length - 1, np.asarray(routes[s.slot, :count]))
   stopped, length = bool(out.stopped[s.slot]), s.length + count
   reason = "eos" if stopped else "length" if length >= s.limit else None
   try:
@@ -48,11 +44,12 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
   except RequestError as error:  # it concerns this completion only
     s.failure = error
   s.length += count
-  s.versions += [version] * count
   return count, reason
 
 
-def hand_out(s: Sequence, out: Out, slot: int, count: int, reason: str | None) -> None:
+def hand_out(
+  s: Sequence, out: Out, slot: int, count: int, reason: str | None, version: int
+) -> None:
   """Puts the last `count` tokens of a completion into its ticket.
 
   If they have no text, the completion gets its `failure` instead.
@@ -66,25 +63,30 @@ def hand_out(s: Sequence, out: Out, slot: int, count: int, reason: str | None) -
   except RequestError as error:
     s.failure = error
     return
-  # Copies, because a view would keep the arrays of all slots alive.
-  cut = lambda x: x[slot, :count].copy()
-  top = None
-  if most := request.top_logprobs:
-    ids, values = cut(out.top_ids), cut(out.top_logps)
-    top = TopLogprobs(ids=ids[:, :most], logprobs=values[:, :most])
+  columns = _columns(s, out, slot, count)
+  if reason is not None:
+    columns["routes"] = _routes(s)
   s.ticket.put(
     Delta(
       sample=s.sample,
       text=text,
-      tokens=tokens[len(tokens) - count :].copy(),
-      logprobs=cut(out.logps) if request.logprobs else None,
-      sampling_logprobs=cut(out.sampling_logps) if request.logprobs else None,
-      top=top,
-      versions=np.array(s.versions[len(s.versions) - count :], np.int32),
-      routes=None if reason is None else _routes(s),
+      prompt=request.prompt,
+      versions=np.full(count, version, np.int32),
       finish_reason=reason,
+      **columns,
     )
   )
+
+
+def _columns(s: Sequence, out: Out, slot: int, count: int) -> dict[str, Any]:
+  """Returns the columns of the drawn tokens that the request asks for."""
+  chosen, request, tops = out.chosen, s.request, ("top_ids", "top_logps")
+  columns = chosen._asdict() if request.logprobs else {"ids": chosen.ids}
+  columns = {n: x for n, x in columns.items() if n not in (*tops, "routes")}
+  if most := request.top_logprobs:
+    columns |= {name: getattr(chosen, name)[:, :, :most] for name in tops}
+  # Copies, because a view would keep the arrays of all slots alive.
+  return {name: x[slot, :count].copy() for name, x in columns.items()}
 
 
 def _routes(s: Sequence) -> np.ndarray | None:
@@ -99,11 +101,8 @@ def _routes(s: Sequence) -> np.ndarray | None:
 
 def cancelled(s: Sequence) -> None:
   """Puts the last, empty delta of a cancelled completion into its ticket."""
-  none = np.zeros(0, np.int32)
-  last = Delta(
-    sample=s.sample, text="", tokens=none, versions=none, finish_reason="cancelled"
-  )
-  s.ticket.put(last)
+  last = {"versions": np.zeros(0, np.int32), "finish_reason": "cancelled"}
+  s.ticket.put(Delta(sample=s.sample, prompt=s.request.prompt, **last))
 
 
 def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -> None:
@@ -119,9 +118,12 @@ def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -
       s.scores.append([np.array(x[number, at]) for x in out[:3]])
       if block.is_last:
         logps, ids, values = (np.concatenate(x)[:-1] for x in zip(*s.scores))
-        most = s.request.top_logprobs
-        top = TopLogprobs(ids=ids[:, :most], logprobs=values[:, :most])
-        s.ticket.prompt_scores = PromptScores(logprobs=logps, top=top if most else None)
+        prompt, top = s.request.prompt, {}
+        if most := s.request.top_logprobs:
+          top = {"top_ids": ids[:, :most], "top_logps": values[:, :most]}
+        s.ticket.prompt_scores = Tokens(
+          prompt=prompt[:1], ids=prompt[1:], logps=logps, **top
+        )
 
 
 def record_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -> None:
@@ -144,25 +146,3 @@ def collected(ticket: Ticket, timeout: float | None) -> list[Completion]:
     parts[delta.sample].append(delta)
     left -= delta.finish_reason is not None
   return [joined(deltas) for deltas in parts]
-
-
-def joined(deltas: list[Delta]) -> Completion:
-  """Returns a completion from its deltas."""
-  reason = deltas[-1].finish_reason
-  assert reason is not None
-  tops = [d.top for d in deltas if d.top is not None]
-  join = lambda parts: np.concatenate(parts) if parts else None
-  column = lambda name: join([x for d in deltas if (x := getattr(d, name)) is not None])
-  ids, values = join([t.ids for t in tops]), join([t.logprobs for t in tops])
-  return Completion(
-    text="".join(d.text for d in deltas),
-    tokens=np.concatenate([d.tokens for d in deltas]),
-    logprobs=column("logprobs"),
-    sampling_logprobs=column("sampling_logprobs"),
-    top=None
-    if ids is None or values is None
-    else TopLogprobs(ids=ids, logprobs=values),
-    versions=np.concatenate([d.versions for d in deltas]),
-    routes=deltas[-1].routes,
-    finish_reason=reason,
-  )
