@@ -2,8 +2,9 @@
 
   CPU_SECONDS=FILE python -m pytest -p tests.cpu_seconds ...
 
-A line is a number of seconds of processor time, with that of ended child processes, and
-the test's id. Other work on the machine changes them less than it changes durations.
+A line is a number of seconds of processor time, with that of ended child processes and
+of ended forks (tests/forks.py), and the test's id. Other work on the machine changes
+them less than it changes durations.
 """
 
 import os
@@ -12,10 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import forks
+
 
 def _now() -> float:
   spent = os.times()
-  return sum(spent[:4])  # of this process and of its children, in user and system mode
+  # Of this process and of its children, in user and system mode.
+  return sum(spent[:4]) + forks.spent()
 
 
 @pytest.hookimpl(hookwrapper=True)

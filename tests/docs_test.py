@@ -5,8 +5,8 @@ folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts
 stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
 Commands of tunix in `text` and `console` blocks need chips, servers, hosts, models of
 the hub, or minutes: their arguments and keys are checked, and they do not run.
-README's first two blocks are the quickstart and this suite itself: they have their
-own tests.
+A run of 20 to 99 steps takes 4. README's first two blocks are the quickstart and this
+suite itself: they have their own tests.
 """
 
 import json
@@ -35,9 +35,10 @@ PAGES = sorted(
   if not page.relative_to(ROOT).as_posix().startswith(MADE)
 )
 EXAMPLES = ROOT / "examples"
-# A page's runs take longer than their compilation. Readers set no XLA_FLAGS.
-ENVIRONMENT = os.environ | world.environment(shipped=True) | {"XLA_FLAGS": ""}
+# Readers have one device, and `tunix plan` may ask for more.
+ENVIRONMENT = os.environ | {"XLA_FLAGS": world.xla_flags(devices=None)}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+MANY_STEPS = re.compile(r"\bmax_steps=[2-9]\d\b")
 
 
 def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
@@ -45,7 +46,11 @@ def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
   if page.name == "README.md":
     bash = [i for i, (kind, _) in enumerate(found) if kind == "bash"][:2]
     found = [block for i, block in enumerate(found) if i not in bash]
-  return [(kind, code) for kind, code in found if kind in ("python", "bash")]
+  return [
+    (kind, MANY_STEPS.sub("max_steps=4", code))
+    for kind, code in found
+    if kind in ("python", "bash")
+  ]
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +86,21 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[forks.Forks]:
-  with forks.started(ENVIRONMENT) as started:
-    yield started
-
-
-def run(kind: str, code: str, folder: pathlib.Path, processes: forks.Forks) -> None:
+def run(kind: str, code: str, folder: pathlib.Path) -> None:
   """One block, in a process of its own."""
+  processes = forks.shared()
   path = f"{processes.shim.parent}{os.pathsep}{os.environ['PATH']}"
-  environment = ENVIRONMENT | {"PATH": path}
-  if kind == "bash":
-    done = subprocess.run(
-      ["bash", "-euo", "pipefail", "-c", code],
-      cwd=folder,
-      env=environment,
-      capture_output=True,
-      text=True,
-      timeout=600,
-      check=False,
-    )
-  else:
-    done = processes.run({"code": code}, folder, environment)
+  task = {"kind": "-c", "program": code, "argv": []}
+  is_bash = kind == "bash"
+  done = subprocess.run(
+    ["bash", "-euo", "pipefail", "-c", code] if is_bash else processes.command(task),
+    cwd=folder,
+    env=ENVIRONMENT | {"PATH": path},
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
@@ -113,14 +111,14 @@ def page_id(page: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=page_id)
-def test_every_snippet_runs(page, prepared, tmp_path, processes):
+def test_every_snippet_runs(page, prepared, tmp_path):
   shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
   python = "".join(code for kind, code in blocks(page) if kind == "python")
   for kind, code in blocks(page):
     if kind == "bash":
-      run(kind, code, tmp_path, processes)
+      run(kind, code, tmp_path)
   if python:
-    run("python", python, tmp_path, processes)
+    run("python", python, tmp_path)
 
 
 # Arguments that are no keys.

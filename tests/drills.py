@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests import world
+from tests import forks, world
 from tunix.sft.steps import train_step
 from tunix.utils import tree
 
@@ -49,14 +49,15 @@ class KillDrill:
   files: Sequence[str] = ("logs/metrics.jsonl",)
   resumed: str = r"starts from step (\d+)"
 
-  def start(self, folder: pathlib.Path) -> subprocess.Popen:
+  def start(self, folder: pathlib.Path, *, fork: bool = True) -> subprocess.Popen:
     # The programs of the drill's nine processes are compiled once. A killed process may
     # leave half a file, so they have a folder of their own.
     programs = {
       "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return subprocess.Popen(
+    popen = forks.popen if fork else subprocess.Popen
+    return popen(
       list(self.command(folder)),
       cwd=ROOT,
       env=os.environ | programs,
@@ -65,9 +66,9 @@ class KillDrill:
       text=True,
     )
 
-  def finish(self, folder: pathlib.Path) -> int:
+  def finish(self, folder: pathlib.Path, *, fork: bool = True) -> int:
     """Runs to the end; returns the step it started from."""
-    run = self.start(folder)
+    run = self.start(folder, fork=fork)
     output, _ = run.communicate(timeout=DEADLINE_SECONDS)
     assert run.returncode == 0, output
     match = re.search(self.resumed, output)
@@ -143,7 +144,9 @@ class KillDrill:
     """The whole drill: SIGTERM and kill -9 during a save, kills at random instants."""
     whole, kept = tmp_path / "whole", world.programs() / "drills"
     _copy_missing(kept, tmp_path / "programs")
-    assert self.finish(whole) == 0
+    # No fork: forks have one seed of hashes, which would hide that a run goes through a
+    # set in another order once it is resumed.
+    assert self.finish(whole, fork=False) == 0
     _copy_missing(tmp_path / "programs", kept)
     expected = self.digest(whole)
     dice = random.Random(seed)

@@ -3,13 +3,16 @@
 A start of the command is mostly imports: two seconds of processor time. `Forks` starts
 a process that has done them, and a command is a fork of it with the caller's folder,
 environment and files. `shim` is a program `tunix` for shells that asks for such a fork.
-A signal to the shim goes to the fork; when the shim is killed, the fork is killed too.
+SIGINT and SIGTERM to the shim go to the fork; when the shim is killed, the fork is
+killed too. A fork shares no thread, device or compiled program with other forks.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -20,22 +23,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_COMMAND = "tunix.cli.main"
+_RUNNING: set[int] = set()  # process ids of the servers
 
 
 class Forks:
-  """The process that forks; ended by `close`.
+  """The process that forks; ended by `close`, or by the end of the caller."""
 
-  Args:
-    environment: its variables. JAX reads its own at import: a fork whose caller has
-      other JAX_ variables starts the interpreter anew.
-  """
-
-  def __init__(self, environment: dict[str, str]) -> None:
+  def __init__(self) -> None:
     self._folder = tempfile.TemporaryDirectory()
     self.folder = pathlib.Path(self._folder.name)
     self.shim = self.folder / "bin" / "tunix"
@@ -44,71 +44,88 @@ class Forks:
       f"#!{sys.executable} -SE\n"
       f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
       f"from tests import forks\n"
-      f"sys.exit(forks.ask({str(self._address)!r}, {{'argv': sys.argv[1:]}}))\n"
+      f"task = {{'kind': '-m', 'program': {_COMMAND!r}, 'argv': sys.argv[1:]}}\n"
+      f"sys.exit(forks.ask({str(self._address)!r}, task))\n"
     )
     self.shim.chmod(0o755)
     self._process = subprocess.Popen(
       [sys.executable, "-m", "tests.forks", str(self._address)],
       cwd=ROOT,
-      env=environment
-      | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not be forked
+      env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not be forked
+      stdin=subprocess.PIPE,  # its end is the caller's end
       stdout=subprocess.PIPE,
     )
+    _RUNNING.add(self._process.pid)
     assert self._process.stdout and self._process.stdout.readline() == b"ready\n"
 
   @property
   def _address(self) -> pathlib.Path:
     return self.folder / "socket"
 
-  def run(
-    self,
-    task: dict[str, Any],
-    cwd: pathlib.Path,
-    environment: dict[str, str],
-    timeout: float = 600.0,
-  ) -> subprocess.CompletedProcess:
-    """Runs a task in a fork; see `_Server`.
+  def command(self, task: dict[str, Any]) -> list[str]:
+    """Returns the arguments of a process that runs a task in a fork.
 
     Args:
-      task: {"argv": arguments of the command} or {"code": Python source}.
-      cwd: the working folder.
-      environment: all variables.
-      timeout: seconds after which the fork is killed.
-
-    Returns: exit status, standard output and error.
+      task: what `_task` returns.
     """
     program = (
-      f"from tests import forks; import sys; "
+      f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import forks; "
       f"sys.exit(forks.ask({str(self._address)!r}, {task!r}))"
     )
-    return subprocess.run(
-      [
-        sys.executable,
-        "-SEc",
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}",
-      ],
-      cwd=cwd,
-      env=environment,
-      capture_output=True,
-      text=True,
-      timeout=timeout,
-      check=False,
-    )
+    return [sys.executable, "-SEc", program]
 
   def close(self) -> None:
+    _RUNNING.discard(self._process.pid)
     self._process.kill()
     self._process.wait()
     self._folder.cleanup()
 
 
-@contextlib.contextmanager
-def started(environment: dict[str, str]) -> Iterator[Forks]:
-  """Yields a new `Forks`, which ends with the block."""
-  forks = Forks(environment)
-  try:
-    yield forks
-  finally:
-    forks.close()
+@functools.cache
+def shared() -> Forks:
+  """Returns the forks of this process."""
+  forks = Forks()
+  atexit.register(forks.close)
+  return forks
+
+
+def popen(
+  argv: Sequence[str | os.PathLike[str]], /, **options: Any
+) -> subprocess.Popen:
+  """Starts a Python program in a fork; otherwise as `subprocess.Popen`.
+
+  Signals other than SIGINT, SIGTERM and SIGKILL do not reach the fork.
+
+  Args:
+    argv: `sys.executable`, then `-m MODULE`, `-c CODE` or a file, then its arguments.
+    **options: those of `subprocess.Popen`.
+  """
+  return subprocess.Popen(shared().command(_task([*map(str, argv)])), **options)
+
+
+def run(
+  argv: Sequence[str | os.PathLike[str]], /, **options: Any
+) -> subprocess.CompletedProcess:
+  """Runs a Python program in a fork to its end; otherwise as `subprocess.run`."""
+  return subprocess.run(shared().command(_task([*map(str, argv)])), **options)
+
+
+def spent() -> float:
+  """Returns the processor seconds of the servers and of their forks that ended."""
+  ticks = 0
+  for pid in _RUNNING:
+    with contextlib.suppress(OSError):  # a system without /proc
+      fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+      ticks += sum(map(int, fields[11:15]))
+  return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _task(argv: list[str]) -> dict[str, Any]:
+  """Returns what a fork is asked for: `kind` of program, `program`, and `argv`."""
+  assert argv[0] == sys.executable, argv
+  if argv[1] in ("-m", "-c"):
+    return {"kind": argv[1], "program": argv[2], "argv": argv[3:]}
+  return {"kind": "file", "program": argv[1], "argv": argv[2:]}
 
 
 def ask(address: str, task: dict[str, Any]) -> int:
@@ -139,6 +156,7 @@ class _Server:
     self.running: dict[int, socket.socket] = {}  # by process id
     self.selector = selectors.DefaultSelector()
     self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+    self.selector.register(sys.stdin, selectors.EVENT_READ, sys.exit)
     woken, self.waker = socket.socketpair()
     for end in (woken, self.waker):
       end.setblocking(False)
@@ -204,11 +222,10 @@ def _become(task: dict[str, Any], fds: Sequence[int]) -> None:
       os.dup2(fd, target)
     os.closerange(3, 1024)
     os.chdir(task["cwd"])
-    read_at_import = _jax_settings(os.environ) == _jax_settings(task["environment"])
+    ours, theirs = map(_jax_settings, (os.environ, task["environment"]))
     os.environ.clear()
     os.environ.update(task["environment"])
-    if not read_at_import:
-      _replace(task)
+    _configure_jax(ours, theirs)
     code = _run(task)
   except SystemExit as error:
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -237,15 +254,25 @@ def _leave(code: int) -> None:
 
 
 def _run(task: dict[str, Any]) -> int:
-  argv = task.get("argv", [])
-  if "code" in task:
-    sys.argv, sys.path[0:0] = ["-c"], [""]
-    exec(compile(task["code"], "<page>", "exec"), _main_module())
-    return 0
-  from tunix.cli import main
+  """Runs the program as `__main__`; returns its status if it does not exit."""
+  import runpy
 
-  sys.argv = ["tunix", *argv]
-  return main.main(argv)
+  kind, program, argv = task["kind"], task["program"], task["argv"]
+  sys.argv = [program if kind == "file" else kind, *argv]
+  if program == _COMMAND:  # imported already: it cannot be imported as `__main__`
+    from tunix.cli import main
+
+    sys.argv[0] = "tunix"
+    return main.main(argv)
+  if kind == "-m":
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+  elif kind == "file":
+    sys.path.insert(0, str(pathlib.Path(program).absolute().parent))
+    runpy.run_path(program, run_name="__main__")
+  else:
+    sys.path.insert(0, "")
+    exec(compile(program, "<page>", "exec"), _main_module())
+  return 0
 
 
 def _main_module() -> dict[str, Any]:
@@ -257,18 +284,21 @@ def _main_module() -> dict[str, Any]:
   return module.__dict__
 
 
-def _replace(task: dict[str, Any]) -> None:
-  """Starts the interpreter anew: JAX reads its variables at import."""
-  argv = task.get("argv", [])
-  if "code" in task:
-    words = ["-c", task["code"]]
-  else:
-    words = ["-m", "tunix.cli.main", *argv]
-  os.execv(sys.executable, [sys.executable, *words])
-
-
 def _jax_settings(environment: Any) -> dict[str, str]:
   return {name: x for name, x in environment.items() if name.startswith("JAX_")}
+
+
+def _configure_jax(ours: dict[str, str], theirs: dict[str, str]) -> None:
+  """Gives JAX the variables of the client: it read those of the server at import."""
+  import jax
+
+  assert ours.keys() <= theirs.keys(), f"{ours.keys() - theirs.keys()} cannot be unset"
+  for name, text in theirs.items() - ours.items():
+    name = name.lower()
+    value = getattr(jax.config, name)
+    kind = str if value is None else type(value)
+    is_on = text.lower() in ("1", "true", "on")
+    jax.config.update(name, is_on if kind is bool else kind(text))
 
 
 def main() -> None:

@@ -57,7 +57,10 @@ def check_processes(job, count, mesh, tmp_path):
   port, devices = processes.free_port(), 8 // count
   words = (port, count, tmp_path, job, mesh)
   processes.finish(
-    *(processes.start(PROGRAM, devices, rank, *words) for rank in range(count))
+    *(
+      processes.start(PROGRAM, devices, rank, *words, fork=rank > 0)
+      for rank in range(count)
+    )
   )
   for rank in range(count):
     check(job, dict(np.load(tmp_path / f"{rank}.npz")))

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 
-from tests import world
+from tests import forks, world
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -22,12 +22,11 @@ def free_port():
 class Process:
   """A running program; what it prints goes to files, so that it never waits for us."""
 
-  def __init__(self, arguments, environment):
+  def __init__(self, arguments, environment, *, fork=False):
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
     self.out, self.error = files
-    self.popen = subprocess.Popen(
-      arguments, env=environment, stdout=self.out, stderr=self.error
-    )
+    popen = forks.popen if fork else subprocess.Popen
+    self.popen = popen(arguments, env=environment, stdout=self.out, stderr=self.error)
 
   def texts(self):
     """(stdout, stderr) so far."""
@@ -36,8 +35,12 @@ class Process:
     )
 
 
-def start(program, devices, *arguments, **environment):
-  """One process; `program` prints "done" at its end."""
+def start(program, devices, *arguments, fork=False, **environment):
+  """One process; `program` prints "done" at its end.
+
+  `fork`: see tests/forks.py. Of a run's processes the first is no fork: forks have one
+  seed of hashes, which would hide that processes go through a set in different orders.
+  """
   settings = dict(
     os.environ,
     JAX_PLATFORMS="cpu",
@@ -45,13 +48,16 @@ def start(program, devices, *arguments, **environment):
     PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
   )
   command = [sys.executable, str(program), *map(str, arguments)]
-  return Process(command, settings | environment)
+  return Process(command, settings | environment, fork=fork)
 
 
 def together(program, count, devices, *arguments):
   """All processes of a run: `program RANK PORT *arguments`."""
   port = free_port()
-  return [start(program, devices, rank, port, *arguments) for rank in range(count)]
+  return [
+    start(program, devices, rank, port, *arguments, fork=rank > 0)
+    for rank in range(count)
+  ]
 
 
 def finish(*running, timeout=300):

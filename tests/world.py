@@ -28,15 +28,16 @@ def is_shipped() -> bool:
   return os.environ.get(_VARIABLE) == SHIPPED
 
 
-def xla_flags(devices: int = DEVICES, *, shipped: bool | None = None) -> str:
+def xla_flags(devices: int | None = DEVICES, *, shipped: bool | None = None) -> str:
   """Returns XLA_FLAGS for a process with simulated devices.
 
   Args:
-    devices: number of devices.
+    devices: number of devices; None: the flags leave it to the process.
     shipped: see `environment`.
   """
+  count = "--xla_force_host_platform_device_count"
   flags = [
-    f"--xla_force_host_platform_device_count={devices}",
+    *([] if devices is None else [f"{count}={devices}"]),
     # XLA aborts the process if a device has not come to a collective within 40 s,
     # which eight devices on two busy cores may take.
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",

@@ -171,6 +171,7 @@ def test_data_keys_reach_the_batches(settings, plain_records):
   base = {
     "data__train": plain_records,
     "data__max_length": 30,
+    "data__pad_to": "longest",
     "training__max_steps": "null",
     "data__chat": "false",
     "data__shuffle": "false",
@@ -183,7 +184,7 @@ def test_data_keys_reach_the_batches(settings, plain_records):
   assert len(two) == 4
   _, small = draw(settings, training__micro_batch_size=2)
   assert [batch["input_tokens"].shape for batch in small] == [(2, 30)] * 4
-  _, packed = draw(settings, data__packing="true")
+  _, packed = draw(settings | {"data__pad_to": "null"}, data__packing="true")
   assert packed[0]["segment_ids"].max() > 1
   assert rows[0]["segment_ids"].max() == 1
   _, shuffled = draw(settings, data__shuffle="true")

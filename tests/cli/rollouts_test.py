@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests import forks
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.jobs.rl_settings import RLRun
@@ -51,7 +52,7 @@ def trained(keys, name, **more):
 
 def host(*words):
   """A process of `tunix rollouts`, and its address."""
-  process = subprocess.Popen(
+  process = forks.popen(
     [sys.executable, "-m", "tunix.cli.main", "rollouts", *map(str, words)],
     stdout=subprocess.PIPE,
     text=True,

@@ -9,7 +9,7 @@ import sys
 
 import jax.numpy as jnp
 
-from tests import toys_text
+from tests import forks, toys_text
 from tunix.cli import main as cli
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
@@ -71,14 +71,15 @@ def tunix(*argv):
 
 
 def spawn(*argv, max_file_blocks=None):
-  """The command as a process of its own; `max_file_blocks`: no file can grow beyond so
-  many blocks of 512 bytes, as if the disk were full."""
+  """The command in a fork; `max_file_blocks`: no file can grow beyond this many blocks
+  of 512 bytes, as if the disk were full, in an interpreter of its own."""
   command = [sys.executable, "-m", "tunix.cli.main", *map(str, argv)]
-  env = dict(os.environ)
+  env, popen = dict(os.environ), forks.popen
   if max_file_blocks is not None:
     command = ["sh", "-c", f'ulimit -f {max_file_blocks}; exec "$@"', "sh", *command]
     env.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX complains when it cannot write
-  return subprocess.Popen(
+    popen = subprocess.Popen
+  return popen(
     command,
     cwd=ROOT,
     env=env,

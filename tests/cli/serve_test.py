@@ -12,7 +12,7 @@ import types
 import httpx
 import pytest
 
-from tests import toys, toys_text
+from tests import forks, toys, toys_text
 from tests.cli import runs
 from tunix.cli.commands import serve
 from tunix.cli.commands.planning import serve as plan_serve
@@ -42,13 +42,14 @@ def folder(tmp_path_factory):
 
 
 class Server:
-  """A server process; `url` once it is ready."""
+  """A server process, or a fork (tests/forks.py); `url` once it is ready."""
 
-  def __init__(self, folder, *words):
+  def __init__(self, folder, *words, fork=True):
     command = [sys.executable, "-m", "tunix.cli.main", "serve", str(folder)]
     # Unbuffered output would hide a line that is not flushed.
     changes = {"TUNIX_API_KEY": "secret", "JAX_PLATFORMS": "cpu"}
-    self.process = subprocess.Popen(
+    popen = forks.popen if fork else subprocess.Popen
+    self.process = popen(
       [*command, "--port", "0", "--slots", "2", *map(str, words)],
       stdout=subprocess.PIPE,
       text=True,
@@ -82,8 +83,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder, *words):
-  server = Server(folder, *words)
+def serving(folder, *words, fork=True):
+  server = Server(folder, *words, fork=fork)
   try:
     yield server
   finally:

@@ -46,7 +46,7 @@ def test_a_full_disk_of_one(rank, undisturbed, files, tmp_path):
   """From the first checkpoint on, no file of one process grows beyond 45 kB."""
   whole, _ = undisturbed
   out = tmp_path / "out"
-  running = start(files, out)
+  running = start(files, out, fork=False)  # whose limits this process changes
   while not (out / "checkpoints" / "2").is_dir():
     time.sleep(0.01)
     assert all(p.popen.poll() is None for p in running), [p.texts() for p in running]

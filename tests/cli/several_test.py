@@ -46,9 +46,10 @@ def arguments(files, output, **keys):
   return ["train", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def start(files, output, count=2, each=(), delays=(), devices=8, **keys):
+def start(files, output, count=2, each=(), delays=(), fork=True, devices=8, **keys):
   """The processes of one run; `each`: further arguments of each of them; `delays`:
-  seconds before each of them is started; `devices`: of all of them."""
+  seconds before each of them is started; `fork`: all but the first are forks;
+  `devices`: of all of them."""
   port = processes.free_port()
   out = []
   for rank in range(count):
@@ -60,7 +61,8 @@ def start(files, output, count=2, each=(), delays=(), devices=8, **keys):
     }
     words = arguments(files, output, **{**keys, **told})
     time.sleep(delays[rank] if delays else 0)
-    out.append(processes.start(PROGRAM, devices // count, *words))
+    fork_this, own = fork and rank > 0, devices // count
+    out.append(processes.start(PROGRAM, own, *words, fork=fork_this))
   return out
 
 
@@ -102,7 +104,9 @@ def test_two_processes_are_one_run(files, tmp_path):
     "training.best.patience": 9,
     "export.checkpoint": "best",
   }
-  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one, **best)))
+  processes.finish(
+    processes.start(PROGRAM, 8, *arguments(files, one, **best), fork=True)
+  )
   processes.finish(*start(files, whole, **best))
   np.testing.assert_allclose(losses(whole), losses(one), rtol=1e-5)
   assert the_best(one)["step"] == the_best(whole)["step"] is not None
@@ -133,7 +137,7 @@ def test_two_processes_are_one_run(files, tmp_path):
     assert ours == theirs
   # One process on another mesh: equal up to rounding.
   other = arguments(files, moved, **(best | {"mesh": "{fsdp: 4, tp: 2}"}))
-  processes.finish(processes.start(PROGRAM, 8, *other))
+  processes.finish(processes.start(PROGRAM, 8, *other, fork=True))
   np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
 
 
@@ -171,7 +175,8 @@ def test_kills_at_random_instants(seed, undisturbed, files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_process_that_hangs_is_named(files, tmp_path):
-  running = start(files, tmp_path / "out", **{"training.max_steps": 10_000})
+  # SIGSTOP does not reach a fork.
+  running = start(files, tmp_path / "out", fork=False, **{"training.max_steps": 10_000})
   while not (tmp_path / "out" / "checkpoints" / "2").is_dir():
     time.sleep(0.02)
     assert all(p.popen.poll() is None for p in running)
@@ -217,7 +222,7 @@ def test_a_coordinator_that_does_not_answer(files, tmp_path):
     "distributed.timeout_s": 1,
   }
   words = arguments(files, tmp_path / "out", **told)
-  codes, errors = ends(processes.start(PROGRAM, 4, *words))
+  codes, errors = ends(processes.start(PROGRAM, 4, *words, fork=True))
   assert codes == [1] and len(complaints(errors[0])) == 1, errors
   assert "did not answer within 1 s" in errors[0] and "Traceback" not in errors[0]
 
@@ -230,7 +235,7 @@ def test_others_that_do_not_come(files, tmp_path):
     "distributed.timeout_s": 2,
   }
   words = arguments(files, tmp_path / "out", **told)
-  codes, errors = ends(processes.start(PROGRAM, 4, *words))
+  codes, errors = ends(processes.start(PROGRAM, 4, *words, fork=True))
   assert codes == [1] and len(complaints(errors[0])) == 1, errors
   assert "process 0 of 2 waited 2 s for the others" in errors[0]
 
@@ -348,7 +353,7 @@ def test_other_jobs(job, files, tmp_path):
     keys["data.max_length"] = "null"
   places = [{} if said is None else {said: tmp_path / f"said{i}"} for i in range(2)]
   words = arguments(files, one, **keys, **places[0])
-  processes.finish(processes.start(PROGRAM, 8, *words))
+  processes.finish(processes.start(PROGRAM, 8, *words, fork=True))
   processes.finish(*start(files, two, **keys, **places[1]))
   lines = [(x / "logs" / "metrics.jsonl").read_text().splitlines() for x in (one, two)]
   assert len(lines[0]) == len(lines[1])
@@ -395,12 +400,13 @@ def test_an_evaluation_is_shared(files, tmp_path):
         *(each.get(str(x), x) if rank else x for x in words),
         *(f"--distributed.{key}={value}" for key, value in told.items()),
         f"--distributed.process_id={rank}",
+        fork=rank > 0,
       )
       for rank in range(count)
     ]
 
   words += ["--out", tmp_path / "one"]
-  processes.finish(processes.start(PROGRAM, 1, *words))
+  processes.finish(processes.start(PROGRAM, 1, *words, fork=True))
   words[-1] = tmp_path / "two"
   processes.finish(*run(2))
   for name in ("table.csv", "records.jsonl", "samples.html"):

@@ -45,15 +45,11 @@ def test_rows_follow_the_longest_record(long, job):
   keys = long | {"job": job}
   if job == "distill":
     keys["distill__teacher"] = keys["model__path"]
-  data = built(keys, data__pad_to="longest")
+  data = built(keys)
   for part in (data.train, data.eval):
     assert set(shapes(part).values()) == {(4, 64)}
   assert str(data.widths["train"]).startswith("64 tokens, about ")
   assert data.widths["eval"].lengths == (64,)
-  shared = built(keys)
-  for part in (shared.train, shared.eval):
-    assert set(shapes(part).values()) == {(1, 192)}
-  assert str(shared.widths["train"]).startswith("1 in a batch, shared by short records")
   assert built(keys, data__pad_to="max_length").widths == {}
   for fixed in ({"data__pad_to": "max_length"}, {"data__packing": "true"}):
     data = built(keys, **fixed)
@@ -153,21 +149,45 @@ def test_rows_of_a_cache_do_not_depend_on_other_records(long, tmp_path):
 
 
 def test_rows_divide_over_the_shards_of_their_tokens(long):
-  longest = long | {"data__pad_to": "longest"}
-  data = built(longest, mesh="{cp: 6}")
+  long = long | {"data__pad_to": "longest"}
+  data = built(long, mesh="{cp: 6}")
   assert set(shapes(data.train).values()) == {(4, 192)}
-  assert set(shapes(built(longest, mesh="{cp: -1}").train).values()) == {(4, 64)}
+  assert set(shapes(built(long, mesh="{cp: -1}").train).values()) == {(4, 64)}
+
+
+@pytest.fixture
+def ragged(long, tmp_path):
+  """One long record with three short ones, again and again."""
+  file = tmp_path / "ragged.jsonl"
+  words = [60, 1, 1, 1] * 4
+  lines = [json.dumps({"prompt": "a", "response": " sea" * n}) for n in words]
+  file.write_text("\n".join(lines))
+  own = {"data__train": file, "data__eval": file, "data__shuffle": "false"}
+  return long | own
+
+
+@pytest.mark.parametrize("job", ["sft", "distill"])
+def test_short_records_share_rows(ragged, job):
+  keys = ragged | {"job": job}
+  if job == "distill":
+    keys["distill__teacher"] = keys["model__path"]
+  data = built(keys)
+  for part in (data.train, data.eval):
+    assert {batch["input_tokens"].shape[0] for batch in part} == {1}
+  assert str(data.widths["train"]).startswith("1 in a batch, shared by short records")
+  alone = built(keys, data__pad_to="longest")
+  assert {batch["input_tokens"].shape[0] for batch in alone.train} == {4}
   for mesh, rows in (("{dp: 2}", 2), ("{fsdp: -1}", 8)):
-    data = built(long, mesh=mesh, training__global_batch_size=8)
-    assert set(shapes(data.train).values()) <= {(rows, w) for w in (64, 128, 192)}
+    data = built(keys, mesh=mesh, training__global_batch_size=8)
+    assert {batch["input_tokens"].shape[0] for batch in data.train} == {rows}
 
 
 def test_the_start_of_a_run_and_the_first_batch_say_the_width(long, capsys):
   assert runs.tunix("train", "--dry-run", *runs.arguments(**long)) == 0
   said = capsys.readouterr().out
   assert "4 rows of at most 1024 tokens" in said
-  assert "train rows: 1 in a batch, shared by short records, of 192 or" in said
-  first = next(line for line in said.splitlines() if line.startswith("1 rows x 192 "))
+  assert "train rows: 64 tokens" in said
+  first = next(line for line in said.splitlines() if line.startswith("4 rows x 64 "))
   assert runs.tunix("data", "show", *runs.arguments(**long)) == 0
   assert capsys.readouterr().out.splitlines()[0] == first
 
@@ -198,14 +218,14 @@ def test_a_mixture_in_several_widths_goes_on_exactly(long, tmp_path):
   assert train("parts")[4] == whole[4]
 
 
-def test_shared_rows_train_as_records_alone_do(long, tmp_path):
+def test_shared_rows_train_as_records_alone_do(ragged, tmp_path):
   """Gradients and losses agree but for the last bits."""
-  assert built(long, training__micro_batch_size=2).widths["train"].rows == 1
 
   def losses(pad_to):
     out = tmp_path / pad_to
-    made = long | {"data__pad_to": pad_to, "output_dir": out}
-    made |= {"training__eval_every_n_steps": 2, "training__micro_batch_size": 2}
+    made = ragged | {"data__pad_to": pad_to, "output_dir": out}
+    made |= {"training__eval_every_n_steps": 2, "training__global_batch_size": 8}
+    made |= {"training__micro_batch_size": 4}
     assert runs.tunix("train", *runs.arguments(**made)) == 0
     parts = {"train": ("loss", "grad_norm"), "eval": ("loss",)}
     return {

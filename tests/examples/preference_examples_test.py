@@ -2,10 +2,11 @@
 
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+
+from tests import forks
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 
@@ -13,7 +14,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 def run(name, folder, steps):
   """(before, after) that the example prints."""
   command = [sys.executable, EXAMPLES / f"{name}.py", "--output", folder]
-  done = subprocess.run(
+  done = forks.run(
     [*command, "--steps", str(steps)], capture_output=True, text=True, timeout=600
   )
   assert done.returncode == 0, done.stderr

@@ -131,6 +131,8 @@ def run(job, folder, steps, batches=4, **options):
 
 def whole(job, folder):
   """The run in one go."""
+  CALLS.clear()
+  TEXTS.clear()
   _, weights = run(job, folder / "whole", 4)
   (folder / f"rows-{jax.process_index()}").write_text(str(sum(CALLS)))
   (folder / f"texts-{jax.process_index()}.json").write_text(json.dumps(TEXTS))
@@ -261,13 +263,18 @@ def different_prompts(job, folder):
     raise AssertionError("they were taken")
 
 
+def do(job, folder, what, devices=None):
+  """Calls the functions of these names over the first devices, or over all."""
+  devices = jax.devices()[:devices]
+  with jax.set_mesh(mesh_lib.create_mesh({"fsdp": len(devices)}, devices)):
+    for name in what:
+      globals()[name](job, folder)
+
+
 def main() -> None:
   gc.set_threshold(*GC_THRESHOLD)
   rank, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
   folder, job = pathlib.Path(sys.argv[4]), sys.argv[5]
-  # Learners compile the same programs again and again.
-  jax.config.update("jax_compilation_cache_dir", str(folder.parent / "programs"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   if count > 1:
     jax.distributed.initialize(
       f"localhost:{port}", num_processes=count, process_id=rank
@@ -279,9 +286,7 @@ def main() -> None:
       assert part in str(error), error
     else:
       raise AssertionError("models on one device were taken")
-  with jax.set_mesh(mesh_lib.create_mesh({"fsdp": jax.device_count()})):
-    for name in sys.argv[6:]:
-      globals()[name](job, folder)
+  do(job, folder, sys.argv[6:])
   CLOSES.close()
   print("done")
 

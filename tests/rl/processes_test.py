@@ -7,16 +7,23 @@ import numpy as np
 import pytest
 
 from tests import processes
+from tests.rl import process_programs
 
-PROGRAM = pathlib.Path(__file__).with_name("process_programs.py")
+PROGRAM = pathlib.Path(process_programs.__file__)
 
 
 def together(count, folder, job, *what, devices=8):
+  """Several processes, or this one: its programs are compiled and traced once."""
   folder.mkdir(exist_ok=True)
+  if count == 1:
+    return process_programs.do(job, folder, what, devices)
   port, devices = processes.free_port(), devices // count
   arguments = (port, count, folder, job, *what)
   processes.finish(
-    *(processes.start(PROGRAM, devices, rank, *arguments) for rank in range(count)),
+    *(
+      processes.start(PROGRAM, devices, rank, *arguments, fork=rank > 0)
+      for rank in range(count)
+    ),
     timeout=600,
   )
 

@@ -145,10 +145,10 @@ def descriptors(server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [pytest.param(15, marks=pytest.mark.ci), 60])
+@pytest.mark.parametrize("seconds", [pytest.param(8, marks=pytest.mark.ci), 60])
 def test_clients_that_come_and_go(seconds, tmp_path):
   folder = serve_test.write_model(tmp_path / "tiny")
-  with serve_test.serving(folder, *SIZES) as server:
+  with serve_test.serving(folder, *SIZES, fork=False) as server:
     counts, rests = collections.Counter(), []
     for share in (0.5, 0.25, 0.25):  # the first part compiles, and fills the cache
       load = Load(server, time.monotonic() + share * seconds)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests import forks
 from tests.cli import runs
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "tinker.md"
@@ -32,7 +33,7 @@ def test_the_ten_commands(tmp_path):
   rest = rest.replace("8000", str(port)).replace(
     "python train.py", f"{python} train.py"
   )
-  rest = re.sub(r"^tunix ", f"{python} -m tunix.cli.main ", rest, flags=re.M)
+  rest = re.sub(r"^tunix ", f"{forks.shared().shim} ", rest, flags=re.M)
   (tmp_path / "train.py").write_text(program)
   runs.write_model(tmp_path / "my-model")
   done = subprocess.run(

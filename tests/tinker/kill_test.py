@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests import forks
 from tests.tinker.serving import base, rows
 from tests.tinker.state import journal_test
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
@@ -48,7 +49,7 @@ class Server:
 
   def _start(self) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.tinker.drill_server", str(self._root)]
-    process = subprocess.Popen(
+    process = forks.popen(
       [*command, str(self._port)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None

@@ -1,5 +1,6 @@
 """The notebooks' sources run at tiny size, and the notebooks are made of them."""
 
+import functools
 import json
 import re
 
@@ -7,13 +8,22 @@ import jax
 import pytest
 
 from tests.examples import loading
+from tunix.examples import sums
 
 make = loading.example("notebooks.make")
 FOLDER = loading.EXAMPLES / "notebooks"
 
 
+@pytest.fixture(scope="module")
+def shared_bases():
+  """Notebooks whose base models have equal answers share them."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sums.Sums, "base", functools.cache(sums.Sums.base))
+    yield
+
+
 @pytest.fixture
-def run():
+def run(shared_bases):
   """Runs the cells of a notebook in a few steps; gives the names they leave behind."""
   from matplotlib import pyplot
 

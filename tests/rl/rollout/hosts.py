@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from tests import drills, processes
+from tests import drills, forks, processes
 from tests.rl import clusters
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.host import RolloutHost
@@ -79,7 +79,7 @@ class HostProcess:
 
   def _start(self) -> None:
     command = [sys.executable, "-m", "tests.rl.rollout.hosts"]
-    self._process = subprocess.Popen(
+    self._process = forks.popen(
       [*command, str(self._port), str(self._programs)],
       cwd=drills.ROOT,
       stdout=subprocess.DEVNULL,

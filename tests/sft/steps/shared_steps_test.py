@@ -131,14 +131,17 @@ def test_a_dropped_trainer_leaves_no_weights():
 
 
 def test_the_programs_of_old_trainers_are_freed():
-  trainer = sft()
+  model = toys.model(num_layers=1)
+  trainer = sft(model=model)
   built = weakref.ref(trainer._state._train_step(skip_jit=False))
   trainer.close()
   del trainer
   for rate in range(shared_steps.MOST):
     gc.collect()
     assert built() is not None
-    sft(tx=optimizers.sgd(10.0 + rate))._state._train_step(skip_jit=False)
+    trainer = sft(model=model, tx=optimizers.sgd(10.0 + rate))
+    trainer._state._train_step(skip_jit=False)
+    trainer.close()
   gc.collect()
   assert built() is None
 

@@ -142,9 +142,9 @@ class RowSettings(StreamSettings):
   """The records, and how they become rows.
 
   Attributes:
-    max_length: maximum number of tokens of a row: a prompt with its answer, or several
-      of them with data.packing. In preference jobs half of the row is for the prompt,
-      unless preference.max_prompt_length is set.
+    max_length: maximum number of tokens of a record, a prompt with its answer; with
+      data.packing of a row of several records. In preference jobs half of it is for the
+      prompt, unless preference.max_prompt_length is set.
     packing: puts several examples into a row; each attends only to itself.
     length_buckets: row lengths below data.max_length, ascending. A row has the shortest
       of these lengths that holds its record, all rows of a batch have one length, and
