@@ -224,8 +224,7 @@ class BaseRollout(abc.ABC):
       actor: the policy that is trained.
       actor_mesh: its mesh, with Auto axes.
       rollout_mesh: the mesh of the role "rollout"; None: none was given.
-      samples_behind: True if the engine samples with older weights while the actor
-        changes.
+      samples_behind: True if older weights sample while the actor changes.
     """
     if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
       return reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
@@ -337,14 +336,9 @@ class BaseRollout(abc.ABC):
     raise NotImplementedError
 
   def exchange(self, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Returns the results of all processes, see `coordination.exchange`.
+    """Returns the results of all processes, and counts the wait for them.
 
-    Args:
-      what: subject of the exchange.
-      work: function that draws this process's share and returns it as JSON.
-
-    Raises:
-      AbsentError: another process failed, or did not take part in time.
+    The arguments and the errors are those of `coordination.exchange`.
     """
     if jax.process_count() == 1:
       return [work()]

@@ -1,4 +1,4 @@
-"""Clients of engines in this process: of our own, and of any that completes batches."""
+"""Clients in this process: one for our engine, and one for any rollout engine."""
 
 from __future__ import annotations
 
