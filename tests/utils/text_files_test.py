@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from tunix.cli.commands import generate, serve
+from tunix.cli.commands import generate
 from tunix.cli.make import loading
 from tunix.cli.settings import yaml_text
 from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.rl.env.tools import search_tool
+from tunix.serve import settings as serve_settings
 from tunix.tinker.settings import read_keys
 from tunix.utils import text_files
 
@@ -35,7 +36,7 @@ def test_lines(text, lines):
   [
     (generate._read_prompts, f"{ODD}\n\n{ODD}\r\n", [ODD, ODD]),
     (read_keys, "ann tml-a\n", {"ann": "tml-a"}),
-    (serve.read_key, "secret\n", "secret"),
+    (serve_settings.read_key, "secret\n", "secret"),
     (yaml_text.read_file, f"a: {json.dumps(ODD)}\n", {"a": ODD}),
     (loading._read_template, ODD, ODD),
     (tokenizer_files._read_template, f"{ODD}\r\n", f"{ODD}\n"),
