@@ -71,8 +71,9 @@ class TokenizerAdapter:
         tokenizer itself does. If it has no post-processor, as SentencePiece files, or
         if `bos_token` is given, None is True.
       message_form: "plain" gives the chat template messages in the one form of
-        `tunix.generate.tokenizer.messages`; "given" as they are, without null fields.
-        None: the form of the other adapter, else "plain".
+        `tunix.generate.tokenizer.messages`; "given" as they are, without null fields,
+        and keeps special tokens as text in the answers of episodes, as runs of earlier
+        versions do. None: the form of the other adapter, else "plain".
 
     Raises:
       ValueError: the object lacks methods, which the message names; it has no token of
@@ -259,6 +260,11 @@ class TokenizerAdapter:
   def special_tokens(self) -> dict[str, int]:
     """Returns text -> id of the special tokens whose text is known."""
     return dict(self._special_tokens)
+
+  @property
+  def message_form(self) -> Literal["plain", "given"]:
+    """The form of messages, see the constructor."""
+    return self._message_form
 
   def special_ids(self) -> frozenset[int]:
     """Returns the ids without text of their own: begin, end, padding, turn markers."""

@@ -189,6 +189,17 @@ def test_white_space_at_the_end_of_a_cut_answer_is_there_once():
   assert "\n\n<|im_end|>" not in text
 
 
+@pytest.mark.parametrize(("form", "content"), [("plain", "75"), ("given", "7<pad>5")])
+def test_special_tokens_are_text_in_runs_of_earlier_versions_only(form, content):
+  tokenizer = TokenizerAdapter(toys_calls.tokenizer_of(NAMES[0]), message_form=form)
+  mark = tokenizer.decode([tokenizer.pad_id()], skip_special_tokens=False)
+  talk = Conversation(tokenizer)
+  talk.observe([{"role": "user", "content": "so ?"}])
+  ids = [*tokenizer.encode("7"), tokenizer.pad_id(), *tokenizer.encode("5")]
+  action = talk.act(ids, "length")
+  assert action.message["content"] == content.replace("<pad>", mark)
+
+
 def test_a_template_that_refuses_a_conversation_is_an_error_of_the_environment():
   source = "{% for m in messages %}{% if m.role == 'tool' %}"
   source += "{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"

@@ -96,8 +96,9 @@ class TokenizerSettings:
     messages: plain gives the chat template all messages in one form, which the server
       uses too: developer is the role system, arguments of tool calls are objects, or
       texts if the template joins texts, and a turn of tool calls without text has the
-      content that the template tests for. given passes messages unchanged, as older
-      versions did. null: plain.
+      content that the template tests for. given passes messages unchanged, and keeps
+      special tokens as text in the answers of episodes, as older versions did. null:
+      plain.
   """
 
   path: str | None = setting(

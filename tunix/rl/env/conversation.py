@@ -95,10 +95,15 @@ class Conversation:
     self._ids = [*self._ids, *ids]
     tokenizer, action = self._tokenizer, Action(ids)
     is_ended = bool(ids) and ids[-1] in tokenizer.special_ids()
-    action.text = tokenizer.decode(ids[:-1] if is_ended else ids)
-    action.finish_reason = finish_reason
+    kept = ids[:-1] if is_ended else ids
+    action.text, action.finish_reason = tokenizer.decode(kept), finish_reason
     reader = AnswerReader(tokenizer, self._format, self._schemas, self._prompt_text)
-    piece = reader.push(ids, action.text, is_last=True)
+    if tokenizer.message_form == "given":
+      # A run of an earlier version, whose journal has the special tokens as text.
+      whole = tokenizer.decode(kept, skip_special_tokens=False)
+      piece = reader.push((), whole, is_last=True)
+    else:
+      piece = reader.push(ids, action.text, is_last=True)
     piece = dataclasses.replace(piece, content=self._without_frame(piece.content))
     action.message, action.problem = _message(piece, self._calls), reader.problem
     self._calls += len(piece.calls)
