@@ -262,7 +262,7 @@ class TokenizerAdapter:
     return dict(self._special_tokens)
 
   @property
-  def message_form(self) -> Literal["plain", "given"]:
+  def message_form(self) -> str:
     """The form of messages, see the constructor."""
     return self._message_form
 
