@@ -9,6 +9,7 @@ The forms are episodes, rollouts of them, the actions and the completions that a
 rollout host sends, and rollouts of these completions.
 """
 
+# ruff: noqa: I001 (modules of an earlier version, which are not here)
 import json
 import pathlib
 
