@@ -52,7 +52,7 @@ _SIZES = dict.fromkeys(
 # Values of ours, which no user writes, and what only jobs of a name are made of.
 _NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source"}
 _NOT_SETTINGS |= {"RunSettings", "StreamRun", "RLRun", "PreferenceRun"}
-_NOT_SETTINGS |= {"Position", "Progress", "LearnerProgress"}
+_NOT_SETTINGS |= {"Position", "Progress", "LearnerProgress", "Part"}
 # Below 0 there is a number of each of these; they are not a count, a size or a share.
 _SIGNED = {
   "priority",
