@@ -289,6 +289,11 @@ def test_the_share_of_padding_of_shared_rows_is_that_of_the_batches():
   assert found.padding == pytest.approx(share, abs=0.08)
 
 
+def test_shared_rows_need_widths():
+  with pytest.raises(ValueError, match="shared_rows is 2 and widths is empty"):
+    pipeline.build_batches(source([1], 64), batch_size=4, shared_rows=2)
+
+
 def test_every_process_has_its_rows_of_a_shared_batch():
   made, found = shared([3] * 60 + [100] * 4, 16, row_unit=2)
   options = {"batch_size": 16, "num_threads": 0}

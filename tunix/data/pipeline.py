@@ -143,6 +143,11 @@ def build_batches(
       f"{given[0]} and {given[1]} are both set; expected one of them, because each "
       "decides the lengths of rows. Leave one of them out"
     )
+  if shared_rows is not None and not widths:
+    raise ValueError(
+      f"shared_rows is {shared_rows} and widths is empty; expected widths of the shared "
+      "rows. Give both, as tunix.data.widths.share chooses them, or neither"
+    )
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
