@@ -145,8 +145,8 @@ def build_batches(
     )
   if shared_rows is not None and not widths:
     raise ValueError(
-      f"shared_rows is {shared_rows} and widths is empty; expected the widths of shared "
-      "rows. Give both, as tunix.data.widths.share chooses them, or neither"
+      f"shared_rows is {shared_rows} and widths is empty; expected the widths of "
+      "shared rows. Give both, as tunix.data.widths.share chooses them, or neither"
     )
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
