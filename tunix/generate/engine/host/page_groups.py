@@ -1,13 +1,13 @@
-"""The pages of all groups of layers, and those that each completion holds.
+"""The pages of all groups of layers, and the pages that each completion holds.
 
-Each group of layers (layer_groups.py) has its own pool, because it needs another number
-of pages. A completion has a list of pages for each group: the page of each place, which
-is a stretch of `page_tokens` tokens. In a group with a window, a place is 0 after its
-page was given up, which happens when no later query can see a token of it.
+Each group of layers (layer_groups.py) has its own pool, because groups need different
+numbers of pages. A completion has a list of pages for each group. Entry i is the page
+of place i, whose first token is i * `page_tokens`. In a group with a window, a page is
+released when no later query can see its tokens. Its entry is then 0.
 
 A group without a window takes the pages of a prompt when its completion is admitted.
-The other groups take pages before each launch, for the tokens that the launch runs. The
-sizes of their pools make sure that these pages are there.
+The other groups take pages before each launch, for the tokens that the launch runs.
+Their pools are large enough for these pages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PageGroups:
     Returns:
       False if there are too few pages; the completion then holds none.
     """
-    # The last token is computed in any case: the next one is drawn from it.
+    # The last token is always computed: the next one is drawn from its logits.
     most = (s.length - 1) // self._size if shares else 0
     digests = s.digests[1 : most + 1]
     hit = self._hit(digests)
@@ -80,7 +80,7 @@ class PageGroups:
       s.pages.append([*passed, *pages, *own])
     s.computed = hit * self._size
     if s.routes is not None:
-      # If all layers have a window, a prefix outlives the records of its first pages.
+      # If all layers have a window, the routes of the first pages may be forgotten.
       none = np.zeros_like(s.routes[: self._size])
       for place, digest in enumerate(digests[:hit]):
         s.record(place * self._size, self._routes.get(digest, none))
@@ -89,7 +89,8 @@ class PageGroups:
   def _hit(self, digests: list[bytes]) -> int:
     """Returns the number of pages of the longest prefix that can be shared.
 
-    The next token must find all pages before it, or those of its window.
+    Each group must have all pages before the next token, or, if it has a window, the
+    pages that the window covers.
     """
     end, is_stable = len(digests), False
     while not is_stable:
@@ -102,7 +103,7 @@ class PageGroups:
     return end
 
   def release(self, s: Sequence) -> None:
-    """Takes the pages that no query from the token `s.computed` on can see."""
+    """Releases the pages that no query at token `s.computed` or later can see."""
     for (window, pool), pages in zip(self._groups, s.pages):
       end = start = min(self._first(s.computed, window), len(pages))
       while start and pages[start - 1] != TRASH:
@@ -111,14 +112,14 @@ class PageGroups:
       pages[start:end] = [TRASH] * (end - start)
 
   def most_blocks(self, sequences: Iterable[Sequence], tokens: int) -> int | None:
-    """Returns how many blocks of prompts a launch can run; None if there is no limit.
+    """Returns the number of prompt blocks that a launch can run; None: no limit.
 
-    Every block fills a page of each group. All running completions can draw tokens in
-    the same launch, and their pages are left for them.
+    Every block fills a page of each group. The pages that running completions can need
+    for tokens of the same launch are reserved for them.
 
     Args:
       sequences: the running completions.
-      tokens: most tokens that each of them draws.
+      tokens: largest number of tokens that each completion draws.
     """
     lacking = [self._lacking(s, tokens) for s in sequences]
     pools = [(n, g.pool) for n, g in enumerate(self._groups) if g.window is not None]
@@ -151,9 +152,9 @@ class PageGroups:
     """Shares the full pages of a leader's prompt with a follower.
 
     Returns:
-      The leader's page of each group that the prompt fills in part, which the
-      follower's last page must become a copy of; () if there is none. None if there
-      are too few pages.
+      The leader's partly filled page of each group, which must be copied to the
+      follower's last page; () if the prompt fills all its pages. None if there are too
+      few pages.
     """
     full, rest = divmod(leader.length, self._size)
     if rest and not all(pool.available for pool in self.pools):
@@ -165,24 +166,24 @@ class PageGroups:
     return leader.pages_at(full) if rest else ()
 
   def name(self, s: Sequence, places: Iterable[int]) -> None:
-    """Names the full pages of places of a completion by its digests."""
+    """Gives the full pages of a completion at the given places their digests."""
     for place in places:
       digest = s.digests[place + 1]
       pairs = zip(self.pools, s.pages_at(place))
-      # A follower lacks the pages that its leader gave up.
+      # A follower lacks the pages that its leader released.
       named = [pool.name(page, digest) for pool, page in pairs if page != TRASH]
       if s.routes is not None and (all(named) or digest not in self._routes):
         self._keep(digest, s.routes[place * self._size :][: self._size])
 
   def _keep(self, digest: bytes, routes: np.ndarray) -> None:
-    """Keeps the routes of a page, and forgets those of pages that no pool has."""
+    """Keeps the routes of a page, and forgets routes of pages that no pool has."""
     self._routes[digest] = routes.copy()
     if len(self._routes) > 2 * sum(pool.size for pool in self.pools):
       is_known = lambda digest: any(pool.find([digest]) for pool in self.pools)
       self._routes = {d: r for d, r in self._routes.items() if is_known(d)}
 
   def drop(self, s: Sequence) -> None:
-    """Takes all pages of a completion."""
+    """Releases all pages of a completion."""
     for pool, pages in zip(self.pools, s.pages):
       pool.drop(_held(pages))
     s.pages = []

@@ -1,11 +1,13 @@
-"""The pages of the key-value cache, as the host counts them.
+"""The pages of the key-value cache and the prefix cache, as the host counts them.
 
 A page holds the keys and values of `page_tokens` consecutive tokens of one prefix, in
-all layers. A full page has a digest: a hash of its tokens and of the digest before it,
-so that equal digests mean equal prefixes (of one version of the weights and one
-adapter, which the first digest names). Completions with a common prefix hold the same
-pages, and a page that nobody holds is kept, with its digest, until its place is needed:
-the page that was given up first goes first.
+all layers. A full page has a digest: a hash of its tokens and of the digest of the page
+before it. Equal digests therefore mean equal prefixes. The root digest, before the
+first page, is a hash of the version of the weights and the adapter's number.
+
+Completions with a common prefix hold the same pages. A full page without a holder keeps
+its contents and digest until its memory is needed. The page that lost its last holder
+first is reused first.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ Digest = bytes
 
 
 def root_digest(version: int | str, adapter: int) -> Digest:
-  """Returns the digest before the first page, of a version and an adapter's number."""
+  """Returns the root digest for a version of the weights and an adapter's number."""
   return _hash(repr((version, adapter)).encode())
 
 
 def extended(
   digests: list[Digest], tokens: Sequence[int] | np.ndarray, page_tokens: int
 ) -> None:
-  """Appends the digests of pages that `tokens` fill and `digests` does not have yet.
+  """Appends the digests of full pages of `tokens` that `digests` lacks.
 
   Args:
-    digests: the root digest, and those of the first pages.
-    tokens: all tokens of a row, from its first.
+    digests: the root digest, and the digests of the first pages.
+    tokens: all tokens of a row, from the first one.
     page_tokens: tokens of a page.
   """
   for page in range(len(digests) - 1, len(tokens) // page_tokens):
@@ -72,9 +74,10 @@ class PagePool:
     return len(self._idle)
 
   def take(self, count: int) -> list[int]:
-    """Returns `count` pages with unknown contents, held once.
+    """Returns `count` pages with one holder each; their contents are undefined.
 
-    Prefixes are forgotten if there are no other pages. The caller checks `available`.
+    If too few pages are free, the prefixes that were released first are forgotten. The
+    caller checks `available`.
     """
     assert count <= self.available
     out = []
@@ -89,7 +92,7 @@ class PagePool:
     return out
 
   def find(self, digests: Iterable[Digest]) -> list[int]:
-    """Returns the pages of a prefix as far as they are kept; it does not hold them."""
+    """Returns the pages of a prefix, up to the first missing one; it holds none."""
     out = []
     for digest in digests:
       page = self._pages.get(digest)
@@ -103,14 +106,14 @@ class PagePool:
     return page in self._idle
 
   def hold(self, pages: Iterable[int]) -> None:
-    """Holds pages once more."""
+    """Adds a holder to each page."""
     for page in pages:
       self._idle.pop(page, None)
       self._holders[page] += 1
 
   def drop(self, pages: Sequence[int]) -> None:
-    """Gives up pages of a row, in the order of the row."""
-    # The end of a prefix goes first, because nothing after a missing page is found.
+    """Removes a holder from each page; `pages` has the order of the row."""
+    # The last page is reused first, because `find` stops at the first missing page.
     for page in reversed(pages):
       self._holders[page] -= 1
       assert self._holders[page] >= 0
@@ -121,7 +124,7 @@ class PagePool:
           self._free.append(page)
 
   def name(self, page: int, digest: Digest) -> bool:
-    """Gives a full page its digest; the first page with a digest keeps it.
+    """Gives a full page its digest, unless it has one or another page has this one.
 
     Returns:
       True if the page got the digest.
