@@ -25,12 +25,12 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-  """A completion that draws its first token with the leader that prefilled for it.
+  """The first token of a follower, drawn when its leader has prefilled the prompt.
 
   Attributes:
-    leader, follower: the two completions.
-    copied: the leader's last page of each group of layers, if the prompt fills it in
-      part; the follower's own page becomes a copy of it. Else ().
+    leader, follower: two completions of one request.
+    copied: the leader's last page of each group of layers, if the prompt fills only a
+      part of it. The follower gets a copy as its own page. () if the page is full.
   """
 
   leader: Sequence
@@ -43,11 +43,12 @@ class Plan:
   """The work of one launch.
 
   Attributes:
-    loads: completions that are new in their slots, which are filled from their pages.
-    copies: pages that are copied before: (from, to) for each group of layers.
+    loads: completions that are new in their slots. The launch fills each slot from the
+      pages of its completion.
+    copies: pages that are copied before the loads: (from, to) for each group of layers.
     rounds: blocks of each round that prefills.
-    decode_rounds: number of rounds after them, which only decode.
-    forks: first tokens that are drawn for followers.
+    decode_rounds: number of further rounds, which only decode.
+    forks: followers that draw their first tokens in this launch.
   """
 
   loads: list[Sequence] = dataclasses.field(default_factory=list)
@@ -72,7 +73,7 @@ def rounds_of(
   Args:
     sequences: the running completions, earliest rank first.
     config: sizes of the engine.
-    most: largest number of rounds; the blocks behind them wait for the next launch.
+    most: largest number of rounds; further blocks wait for the next launch.
     most_blocks: largest number of blocks; None for no limit.
   """
   size = config.page_tokens
@@ -84,8 +85,8 @@ def rounds_of(
   ][:most_blocks]
   out = []
   while blocks and len(out) < most:
-    # The largest round that is full. What is left rides on smaller rounds: they decode
-    # as well, and would be run anyway.
+    # Takes the largest size of a round that the blocks fill. The rest goes into smaller
+    # rounds. They cost little, because each also decodes and would run anyway.
     counts = config.block_counts
     count = max((n for n in counts if n <= len(blocks)), default=counts[0])
     out.append(blocks[:count])
