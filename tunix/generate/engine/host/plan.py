@@ -25,12 +25,12 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-  """A completion that draws its first token with the leader that prefilled for it.
+  """A follower that draws its first token from the prefill of its leader.
 
   Attributes:
-    leader, follower: the two completions.
-    copied: the leader's last page of each group of layers, if the prompt fills it in
-      part; the follower's own page becomes a copy of it. Else ().
+    leader, follower: the two completions, which have the same prompt.
+    copied: the leader's last page of each group of layers, if the prompt fills it only
+      partly; the follower gets a copy of this page. Otherwise ().
   """
 
   leader: Sequence
@@ -43,10 +43,10 @@ class Plan:
   """The work of one launch.
 
   Attributes:
-    loads: completions that are new in their slots, which are filled from their pages.
-    copies: pages that are copied before: (from, to) for each group of layers.
+    loads: completions that are new in their slots; their pages fill the slots.
+    copies: pages that are copied before the rounds: (from, to) for each group of layers.
     rounds: blocks of each round that prefills.
-    decode_rounds: number of rounds after them, which only decode.
+    decode_rounds: number of rounds after `rounds`; these only decode.
     forks: first tokens that are drawn for followers.
   """
 

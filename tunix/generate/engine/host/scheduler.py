@@ -1,7 +1,7 @@
 """The scheduler: which completions run, on which pages, and what a launch does.
 
 A launch is a few rounds on the device. Each round draws one token for every completion
-that decodes, and may prefill blocks of prompts besides. Between two launches `plan`:
+that decodes, and may also prefill blocks of prompts. Between two launches `plan`:
 
 1. admits waiting completions, in the order of their rank, into free slots, as long as
    there are pages for their tokens; pages of a known prefix are shared;
