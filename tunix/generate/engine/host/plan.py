@@ -44,7 +44,7 @@ class Plan:
 
   Attributes:
     loads: completions that are new in their slots; their pages fill the slots.
-    copies: pages that are copied before the rounds: (from, to) for each group of layers.
+    copies: pages that are copied before the rounds, (from, to) of each group of layers.
     rounds: blocks of each round that prefills.
     decode_rounds: number of rounds after `rounds`; these only decode.
     forks: first tokens that are drawn for followers.
