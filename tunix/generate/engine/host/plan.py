@@ -25,12 +25,12 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-  """The first token of a follower, drawn when its leader has prefilled the prompt.
+  """A follower that draws its first token from the prefill of its leader.
 
   Attributes:
-    leader, follower: two completions of one request.
-    copied: the leader's last page of each group of layers, if the prompt fills only a
-      part of it. The follower gets a copy as its own page. () if the page is full.
+    leader, follower: the two completions, which have the same prompt.
+    copied: the leader's last page of each group of layers, if the prompt fills it only
+      partly; the follower gets a copy of this page. Otherwise ().
   """
 
   leader: Sequence
@@ -43,12 +43,11 @@ class Plan:
   """The work of one launch.
 
   Attributes:
-    loads: completions that are new in their slots. The launch fills each slot from the
-      pages of its completion.
-    copies: pages that are copied before the loads: (from, to) for each group of layers.
+    loads: completions that are new in their slots; their pages fill the slots.
+    copies: pages that are copied before the rounds, (from, to) of each group of layers.
     rounds: blocks of each round that prefills.
-    decode_rounds: number of further rounds, which only decode.
-    forks: followers that draw their first tokens in this launch.
+    decode_rounds: number of rounds after `rounds`; these only decode.
+    forks: first tokens that are drawn for followers.
   """
 
   loads: list[Sequence] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Arrival of a request: it is checked, and becomes one sequence a completion."""
+"""Checks an arriving request, and makes one sequence for each of its completions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sequences_of(
     model: the model; its vocabulary and positions bound the request.
     tokenizer: turns tokens into text, and names the ids that end a completion.
     config: sizes of the engine.
-    orders: numbers of submission.
+    orders: yields the submission numbers.
     adapter: number of the request's adapter.
     streams: see `Engine.submit`.
 
