@@ -1,4 +1,4 @@
-"""Prefixes of members, and the choice of a member."""
+"""Routing by prefix: the prefixes of members, and the choice of a member."""
 
 import pytest
 

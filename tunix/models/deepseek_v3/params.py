@@ -1,4 +1,4 @@
-"""DeepSeek-V3 checkpoints: `config.json`, tensor names and the family."""
+"""DeepSeek-V3: `config.json` and family. Tensor names: `transformer.hf.mla.NAMES`."""
 
 from __future__ import annotations
 

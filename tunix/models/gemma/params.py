@@ -1,4 +1,4 @@
-"""Gemma 1 and 2 checkpoints: `config.json`, tensor names and the family."""
+"""Gemma 1, 2: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 3 checkpoints: `config.json`, tensor names and the family."""
+"""Gemma 3: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4 MoE lite checkpoints: `config.json`, tensor names and the family."""
+"""GLM-4 MoE lite: `config.json`, family. Tensor names: `transformer.hf.mla.NAMES`."""
 
 from __future__ import annotations
 

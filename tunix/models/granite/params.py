@@ -1,4 +1,4 @@
-"""Granite checkpoints: `config.json`, tensor names and the family."""
+"""Granite: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral checkpoints: `config.json`, tensor names and the family."""
+"""Mistral: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 checkpoints: `config.json`, tensor names and the family."""
+"""OLMo 2: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi 3 and 4 checkpoints: `config.json`, tensor names and the family."""
+"""Phi 3 and 4: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2 checkpoints: `config.json`, tensor names and the family."""
+"""Qwen 2: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of tokens: each row by its own rules, compared with plain loops."""
+"""Sampling of tokens: each row by its own rules, compared with plain loops."""
 
 import functools
 

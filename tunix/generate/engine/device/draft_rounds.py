@@ -1,4 +1,4 @@
-"""The passes of a draft model in a launch.
+"""The passes of a draft model in a launch, for speculative decoding.
 
 A draft model is a small model of the same vocabulary. Before a round it draws D tokens
 for each slot, one after the other, with the rules and the random key of the token that

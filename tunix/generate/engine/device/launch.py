@@ -8,12 +8,12 @@ per launch. No shape depends on the load.
 While a constrained completion runs, a launch is one round in two programs: `forward`
 computes the logits, and `draw` draws with the masks that the host computes meanwhile.
 
-With drafts, a slot runs its last token and D proposed ones at once. Each position draws
-its token with the key of that position, as it would without drafts, and the drawn
-tokens count up to the first that differs from its draft. Tokens are therefore the same
-with and without drafts, for any distribution (compare Leviathan et al. 2023,
-arXiv:2211.17192, where they only have the same distribution). Drafts come from the
-history of the slot (prompt_lookup.py) or from a draft model (draft_rounds.py).
+With drafts (speculative decoding), a slot runs its last token and D proposed ones at
+once. Each position draws its token with the key of that position, as it would without
+drafts, and the drawn tokens count up to the first that differs from its draft. Tokens
+are therefore the same with and without drafts, for any distribution (compare Leviathan
+et al. 2023, arXiv:2211.17192, where they only have the same distribution). Drafts come
+from the history of the slot (prompt_lookup.py) or from a draft model (draft_rounds.py).
 """
 
 from __future__ import annotations

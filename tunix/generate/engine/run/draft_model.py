@@ -1,4 +1,4 @@
-"""A draft model: its weights, its cache, and the pages that have its keys.
+"""A draft model for speculative decoding: its weights, its cache and its pages.
 
 The draft model stores its keys and values under the page numbers of the engine's model,
 so the scheduler knows nothing of it. Only launches that use the draft model compute its

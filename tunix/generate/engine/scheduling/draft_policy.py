@@ -1,4 +1,4 @@
-"""Decides what makes the drafts of a launch: the fastest of up to three sources."""
+"""Speculative decoding: chooses the fastest of three sources of a launch's drafts."""
 
 from __future__ import annotations
 
