@@ -2,7 +2,7 @@
 
 Calls stand between marks:
 
-    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call> hermes
+    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call> hermes, Qwen 2.5 and 3
     [TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]          mistral
     <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
     functools[{"name": "add", "arguments": {"a": 3}}]             phi4_mini

@@ -1,4 +1,7 @@
-"""Granite: `config.json` and family. Tensor names: `transformer.params.DECODER`."""
+"""Granite checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A rollout stores the version of the weights that sampled it. A rollout of unknown
 weights raises an error.
 
-Nothing is transferred here: `placement.copy_weights` copies weights to a sampler in
-this process, and rl/rollout/remote_host.py sends them to other hosts.
+This module moves no weights: `placement.copy_weights` copies them to a sampler in this
+process, and `rl.rollout.remote_host` sends them to remote hosts.
 """
 
 from __future__ import annotations

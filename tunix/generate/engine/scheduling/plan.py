@@ -72,7 +72,7 @@ def rounds_of(
   Args:
     sequences: the running completions, earliest rank first.
     config: sizes of the engine.
-    most: largest number of rounds; the blocks behind them wait for the next launch.
+    most: largest number of rounds; further blocks wait for the next launch.
     most_blocks: largest number of blocks; None for no limit.
   """
   size = config.page_tokens
@@ -84,8 +84,8 @@ def rounds_of(
   ][:most_blocks]
   out = []
   while blocks and len(out) < most:
-    # The largest round that is full. What is left rides on smaller rounds: they decode
-    # as well, and would be run anyway.
+    # Takes the largest size of a round that the blocks fill. The rest goes into smaller
+    # rounds. They cost little, because each also decodes and would run anyway.
     counts = config.block_counts
     count = max((n for n in counts if n <= len(blocks)), default=counts[0])
     out.append(blocks[:count])
