@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.rl import common
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.schedules.decisions import GroupClient, GroupEnd
@@ -137,7 +137,7 @@ class Job:
     for prompt in self.missing:
       if (self.number, prompt) not in journal.ended:
         continue
-      rollouts = saved_rollouts.from_json(journal.content((self.number, prompt)))
+      rollouts = rollout_codec.from_json(journal.content((self.number, prompt)))
       if str(rollouts.batch.prompts) != str([self.batch.prompts[prompt]]):
         raise JournalError(
           f"{journal.folder} has other data for prompt {prompt} of batch "
@@ -148,7 +148,7 @@ class Job:
   def share(self) -> list[Any]:
     """Returns the groups of this process, which are complete, as JSON."""
     return [
-      saved_rollouts.to_json(part.rollouts)
+      rollout_codec.to_json(part.rollouts)
       for part in self.parts[self.mine.start : self.mine.stop]
       if part is not None
     ]
@@ -158,7 +158,7 @@ class Job:
     groups = [group for share in shares for group in share]
     for prompt, group in enumerate(groups):
       if prompt not in self.mine:
-        self.parts[prompt] = Part(saved_rollouts.from_json(group))
+        self.parts[prompt] = Part(rollout_codec.from_json(group))
 
   def to_json(self) -> dict[str, Any]:
     """Returns the prompts; their rollouts are in the journal.

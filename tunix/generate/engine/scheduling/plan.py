@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

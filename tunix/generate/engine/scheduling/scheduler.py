@@ -22,12 +22,12 @@ The scheduler runs on the host only, and its decisions do not depend on time.
 from __future__ import annotations
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import pages as pages_lib
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.page_groups import PageGroups
-from tunix.generate.engine.host.plan import Fork, Plan, rounds_of
-from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.host.waiting import Waiting
+from tunix.generate.engine.scheduling import pages as pages_lib
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.page_groups import PageGroups
+from tunix.generate.engine.scheduling.plan import Fork, Plan, rounds_of
+from tunix.generate.engine.scheduling.sequence import Sequence
+from tunix.generate.engine.scheduling.waiting import Waiting
 
 
 class Scheduler:

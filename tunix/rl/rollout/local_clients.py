@@ -1,4 +1,4 @@
-"""Clients in this process: one for our engine, and one for any rollout engine."""
+"""Sampling clients in this process: for our engine, and for any rollout engine."""
 
 from __future__ import annotations
 
