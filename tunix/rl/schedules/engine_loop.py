@@ -40,6 +40,11 @@ _MOST_LOSSES = 10  # of streams, without a prompt that ends between them
 _LOOK_S = 0.2  # between two looks of the thread at what has changed
 
 
+# This thread is not a `Driver`. A `Driver` runs each call when it arrives, and may step
+# while callers write. Here a decider takes the whole inbox under one lock together with
+# the number of launches, because a replay must repeat exactly this pair. A stream may
+# also be on other hosts, where no `Engine` can be stepped, and a lost one is replaced.
+# The threads would share `start` and `stop` only, and even these end differently.
 class EngineLoop:
   """Polls a stream in a thread of its own.
 
