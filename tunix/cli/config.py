@@ -365,8 +365,8 @@ def _advice(key: str) -> str:
   for near in difflib.get_close_matches(section, sections, n=1):
     # In the section that is meant: --traning.max_stps.
     below = [name for name in known if name.startswith(f"{near}.")]
-    for found in difflib.get_close_matches(f"{near}.{last}", below, n=1, cutoff=0.8):
-      return f"did you mean {found}?"
+    for likely in difflib.get_close_matches(f"{near}.{last}", below, n=1, cutoff=0.8):
+      return f"did you mean {likely}?"
   if (ours := spelling.ELSEWHERE.get(last)) is not None:
     is_ours = "." in key and ours in known
     return f"did you mean {ours}?" if is_ours else f"here it is {ours}"

@@ -103,11 +103,11 @@ class JobFunction:
     known = [dotted for dotted, _, _ in keys.walk(section)]
     if f"training.{name}" in known:
       return f"training.{name}"
-    found = list(dict.fromkeys(d for d in known if d.rpartition(".")[2] == name))
-    if len(found) > 1:
-      sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in found)
+    matches = list(dict.fromkeys(d for d in known if d.rpartition(".")[2] == name))
+    if len(matches) > 1:
+      sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in matches)
       raise TypeError(f"{name} is a key of several sections; give {sections}")
-    return found[0] if found else name  # an unknown key is refused with advice
+    return matches[0] if matches else name  # an unknown key is refused with advice
 
 
 _DOC = """\
@@ -173,10 +173,10 @@ def _check_once(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
   Raises:
     TypeError: names the keywords and the key.
   """
-  found: dict[str, tuple[str, Any]] = {}
+  origins: dict[str, tuple[str, Any]] = {}
   for origin, nested in layers:
     for key, value in _leaves(nested):
-      first, before = found.setdefault(key, (origin, value))
+      first, before = origins.setdefault(key, (origin, value))
       if before != value:
         raise TypeError(f"{first} and {origin} both set {key}; give it once")
 

@@ -211,8 +211,8 @@ class Sums:
     """Returns the share of held-out sums with exactly the text of `answer`."""
     records = self.records(answer, held_out=True)
     right = [r["response"] for r in records]
-    found = self.answers(model, records)
-    return sum(map(str.__eq__, found, right)) / len(right)
+    answers = self.answers(model, records)
+    return sum(map(str.__eq__, answers, right)) / len(right)
 
   def show(self, model: Transformer | str, count: int = 4) -> dict[str, str]:
     """Returns {prompt: greedy answer} of some held-out sums."""

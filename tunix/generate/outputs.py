@@ -77,10 +77,10 @@ def find_stop(
     known: number of tokens at the start that are known to contain no stop string.
   """
 
-  found = stops_lib.compiled(stops)
+  matcher = stops_lib.compiled(stops)
 
   def holds(count: int) -> bool:
-    return found.place(decode(tokens[:count])) is not None
+    return matcher.place(decode(tokens[:count])) is not None
 
   low, high = known, len(tokens)
   if low >= high or not holds(high):

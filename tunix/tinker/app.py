@@ -205,10 +205,10 @@ def tenant_of(
   if not keys:
     check(settings, path, headers)
     return "local"
-  found = tenant_of_key(keys, given_key(headers))
-  if found is None:
+  tenant = tenant_of_key(keys, given_key(headers))
+  if tenant is None:
     raise wrong_key("set TINKER_API_KEY to the key of a tenant")
-  return found
+  return tenant
 
 
 def _inflated(data: bytes, most: int) -> bytes:
@@ -289,10 +289,10 @@ def _waiting(
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
     place = object()
     try:
-      found = await until_room(call, service, place)
+      outcome = await until_room(call, service, place)
     finally:
       sending.leave(call.tenant, place)
-    return found if isinstance(found, Answer) else await answer(call, *found)
+    return outcome if isinstance(outcome, Answer) else await answer(call, *outcome)
 
   async def until_room(
     call: TinkerCall, service: Service, place: object

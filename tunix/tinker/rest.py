@@ -147,13 +147,13 @@ def _checkpoint_card(place: Place, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_checkpoints(call: TinkerCall, service: Service) -> dict[str, Any]:
-  found = service.checkpoints(call.tenant, call.query["run"])
-  return {"checkpoints": [_checkpoint_card(*x) for x in found]}
+  entries = service.checkpoints(call.tenant, call.query["run"])
+  return {"checkpoints": [_checkpoint_card(*x) for x in entries]}
 
 
 def _all_checkpoints(call: TinkerCall, service: Service) -> dict[str, Any]:
-  found, cursor = _page(call, service.checkpoints(call.tenant))
-  return {"checkpoints": [_checkpoint_card(*x) for x in found], "cursor": cursor}
+  entries, cursor = _page(call, service.checkpoints(call.tenant))
+  return {"checkpoints": [_checkpoint_card(*x) for x in entries], "cursor": cursor}
 
 
 def _place(call: TinkerCall, service: Service) -> Place:

@@ -302,10 +302,10 @@ class Service:
       raise missing("request", id)
     with self._worker.changed:
       if self._worker.is_run(owner):
-        found = self.run(tenant, owner).result(int(number))
-        if found is None:
+        result = self.run(tenant, owner).result(int(number))
+        if result is None:
           self.check_alive()
-        return found
+        return result
     return self.sampling.result(tenant, id)
 
   def wait(self, tenant: str, id: str, seconds: float | None = None) -> Result | None:

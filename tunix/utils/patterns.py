@@ -36,10 +36,10 @@ def matches(pattern: str, text: str) -> bool:
       not support, or takes too many steps.
   """
   try:
-    found = _Match(pattern, text).ends(_parsed(pattern), 1)
+    ends = _Match(pattern, text).ends(_parsed(pattern), 1)
   except RecursionError as error:
     raise ValueError(f"the pattern {pattern!r} nests too deeply: flatten it") from error
-  return bool(found >> len(text) & 1)
+  return bool(ends >> len(text) & 1)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -111,8 +111,8 @@ def _of_trl(
       is wrong.
   """
   known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
-  found = from_trl.translate(job, yaml_text.read_file(file), known)
-  values, left = dict(found.values), dict(found.left)
+  translation = from_trl.translate(job, yaml_text.read_file(file), known)
+  values, left = dict(translation.values), dict(translation.left)
   while True:
     try:
       config_lib.load(_arguments(_texts(job, values, typed)))
@@ -123,7 +123,7 @@ def _of_trl(
       if key in typed or key not in values:
         raise
       del values[key]
-      left[found.names[key]] = f"left out, because {problem}"
+      left[translation.names[key]] = f"left out, because {problem}"
 
 
 def _texts(

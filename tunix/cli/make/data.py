@@ -231,7 +231,7 @@ def build_data(
     },
     fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
-    widths={name: found for name, found in chosen.items() if found is not None},
+    widths={name: choice for name, choice in chosen.items() if choice is not None},
   )
 
 

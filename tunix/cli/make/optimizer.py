@@ -249,11 +249,11 @@ def decay_of(config: RunSettings, names: Iterable[str]) -> dict[float, list[str]
   if _ADAM_DECAY in parameters:
     parts = {argument: list(filter(_is_matrix, chosen)) for argument in parts}
     parts[_ADAM_DECAY] = [name for name in names if not _is_matrix(name)]
-  found: dict[float, list[str]] = {}
+  patterns: dict[float, list[str]] = {}
   for argument, moved in parts.items():
     if value := settings.args.get(argument, parameters[argument].default):
-      found.setdefault(value, []).extend(moved)
-  return found
+      patterns.setdefault(value, []).extend(moved)
+  return patterns
 
 
 def _decay_mask(name: str) -> str | None:

@@ -164,13 +164,13 @@ def ends(job: str, history: History) -> dict[str, tuple[float, float]]:
     job: name of the job.
     history: metrics by "mode/metric".
   """
-  found = {}
+  series = {}
   for name, metric in JOBS[job].results.items():
     for mode in ("train", "eval"):
       if (event := f"{mode}/{metric}") in history:
         values = history[event].values
-        found[f"{mode}_{name}"] = float(values[0]), float(values[-1])
-  return {name: found[name] for name in _METRICS if name in found}
+        series[f"{mode}_{name}"] = float(values[0]), float(values[-1])
+  return {name: series[name] for name in _METRICS if name in series}
 
 
 def how_to_train_longer(config: RunSettings, data: RunData, result: Result) -> str:

@@ -125,14 +125,14 @@ def translate(
     if name in _NOT_NEEDED or name in _BATCH:
       continue
     special = _SPECIAL.get(name, lambda job, value, options: {})
-    found = special(job, value, options)
+    ours = special(job, value, options)
     if name in _SAME:
-      found = {_SAME[name]: value}
+      ours = {_SAME[name]: value}
     is_key = lambda key: key in known or key.rpartition(".")[0] == "optimizer.args"
-    found = {key: value for key, value in found.items() if is_key(key)}
-    values |= found
-    names |= dict.fromkeys(found, name)
-    if not found and name in given - left.keys() and value not in _NOTHING:
+    ours = {key: value for key, value in ours.items() if is_key(key)}
+    values |= ours
+    names |= dict.fromkeys(ours, name)
+    if not ours and name in given - left.keys() and value not in _NOTHING:
       is_ours = name in _SAME or name in _SPECIAL
       near = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else "no counterpart"
       left[name] = f"no counterpart of {value!r} in the job {job}" if is_ours else near
@@ -188,8 +188,8 @@ def _batch(
 
 def _loss(job: str, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
-    found = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
-    return {key: value for key, value in found.items() if value is not None}
+    ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
+    return {key: value for key, value in ours.items() if value is not None}
   names = _several(value)
   return {"preference.loss": names[0]} if len(names) == 1 else {}
 

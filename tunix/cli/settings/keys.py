@@ -123,11 +123,11 @@ def of_config(config: Any) -> dict[str, Key]:
 def defaults(config: Any) -> dict[str, Any]:
   """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
   known = of_config(config)
-  found = {
+  values = {
     dotted: known[dotted].default for dotted in flatten(config) if dotted in known
   }
   return {
-    dotted: None if found.get(dotted, REQUIRED) is REQUIRED else plain(found[dotted])
+    dotted: None if values.get(dotted, REQUIRED) is REQUIRED else plain(values[dotted])
     for dotted in flatten(config)
   }
 

@@ -40,17 +40,17 @@ def read_file(name: str) -> dict[str, Any]:
 
 def key_lines(name: str) -> dict[str, int]:
   """Returns {dotted key: line, from 1} of a file that `read_file` reads."""
-  found: dict[str, int] = {}
+  numbers: dict[str, int] = {}
   node = yaml.compose(text_files.read(_place(name)), Loader=_Loader)
-  _note_lines(node, "", found)
-  return found
+  _note_lines(node, "", numbers)
+  return numbers
 
 
-def _note_lines(node: Any, prefix: str, found: dict[str, int]) -> None:
+def _note_lines(node: Any, prefix: str, numbers: dict[str, int]) -> None:
   if isinstance(node, yaml.MappingNode):
     for key, value in node.value:
-      found[f"{prefix}{key.value}"] = key.start_mark.line + 1
-      _note_lines(value, f"{prefix}{key.value}.", found)
+      numbers[f"{prefix}{key.value}"] = key.start_mark.line + 1
+      _note_lines(value, f"{prefix}{key.value}.", numbers)
 
 
 def _place(name: str) -> pathlib.Path:

@@ -57,8 +57,8 @@ def _read(file: pathlib.Path) -> dict[tuple[pathlib.PurePath, str], None]:
   """Returns the names and checksums of a list, each pair once, in order."""
   listed = {}
   for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
-    found = _LINE.fullmatch(line)
-    name = pathlib.PurePath(found[2] if found else "..")
+    match = _LINE.fullmatch(line)
+    name = pathlib.PurePath(match[2] if match else "..")
     # The list may be a stranger's, and must not make us read other files.
     if line and (name.is_absolute() or ".." in name.parts):
       raise ValueError(
@@ -66,8 +66,8 @@ def _read(file: pathlib.Path) -> dict[tuple[pathlib.PurePath, str], None]:
         "two spaces and the name of a file in this folder. Write it with `sha256sum`, "
         "or delete it"
       )
-    if found:
-      listed[name, found[1]] = None
+    if match:
+      listed[name, match[1]] = None
   return listed
 
 

@@ -187,10 +187,10 @@ class RolloutHost:
     if self._missing:
       raise ValueError(f"{len(self._missing)} parameters have not arrived")
     with mesh_lib.use_mesh(self._mesh):
-      found = weight_sync.policy_stamp(self._model)
-    if found != stamp:
+      actual = weight_sync.policy_stamp(self._model)
+    if actual != stamp:
       raise ValueError(
-        f"with the run's trained weights the host has the stamp {found}, and the run "
+        f"with the run's trained weights the host has the stamp {actual}, and the run "
         f"has {stamp}: their frozen weights differ. Start the host with the "
         "configuration of the run, and the same model"
       )

@@ -115,15 +115,15 @@ class EngineLoop:
     """Takes what a group asks for, or its end."""
     with self.changed:
       if isinstance(item, GroupDraws):
-        self._inbox.asked.append(item)
+        self._inbox.draws.append(item)
       else:
-        self._inbox.ended.append(item)
+        self._inbox.ends.append(item)
       self.changed.notify_all()
 
   def offer(self, weights: Weights) -> None:
     """Takes the newest weights."""
     with self.changed:
-      self._inbox.offered[weights.version.step] = weights
+      self._inbox.weights[weights.version.step] = weights
       self.changed.notify_all()
 
   def fail(self, error: BaseException) -> None:
@@ -231,7 +231,7 @@ class EngineLoop:
       _log.warning("%s; what has not ended is sampled again", error)
       with self.changed:
         weights = self._weights
-        self._inbox.offered.setdefault(weights.version.step, weights)
+        self._inbox.weights.setdefault(weights.version.step, weights)
       self._weights = None
 
   def _apply(self, decision: Decision) -> None:
@@ -256,8 +256,8 @@ class EngineLoop:
     self._load(weights)
     if not is_first:
       with self.changed:
-        self._inbox.asked.clear()
-        self._inbox.ended.clear()
+        self._inbox.draws.clear()
+        self._inbox.ends.clear()
         self._on_start()
 
   def _load(self, weights: Weights) -> None:
@@ -265,12 +265,12 @@ class EngineLoop:
     self._weights = weights
     self._stream.load(weights)
 
-  def _draw(self, asked: GroupDraws) -> None:
+  def _draw(self, request: GroupDraws) -> None:
     assert self._stream is not None
-    numbers = [next(self._numbers) for _ in asked.draws]
-    for number, draw in zip(numbers, asked.draws):
-      self._drawing[number] = asked.client, draw.episode
-    self._stream.submit(list(map(asked.client.in_stream, asked.draws, numbers)))
+    numbers = [next(self._numbers) for _ in request.draws]
+    for number, draw in zip(numbers, request.draws):
+      self._drawing[number] = request.client, draw.episode
+    self._stream.submit(list(map(request.client.in_stream, request.draws, numbers)))
 
   def _launch(self) -> None:
     assert self._stream is not None

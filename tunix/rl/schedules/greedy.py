@@ -116,7 +116,7 @@ class Greedy(Ahead):
     self._check_first_weights()
     super().begin()
     for job in self._jobs:  # an end may have been written while the threads ended
-      job.read_ended(self._journal)
+      job.read_ends(self._journal)
 
   def _check_first_weights(self) -> None:
     """Refuses the journal of another model; a checkpoint has a stamp of its own."""
@@ -134,7 +134,7 @@ class Greedy(Ahead):
     return self._read(Job.of_prompts(batch, number))
 
   def _read(self, job: Job) -> Job:
-    job.read_ended(self._journal)
+    job.read_ends(self._journal)
     return job
 
   def _start(self, new: list[Job]) -> None:
@@ -238,8 +238,8 @@ class Greedy(Ahead):
     A replay has one size for all of them, and the size changes the last bits of
     log-probabilities. The last batch of the data may be smaller.
     """
-    ended = {} if self._journal is None else self._journal.ended
-    size = sum(batch == 0 for batch, _ in ended)
+    groups = {} if self._journal is None else self._journal.ends
+    size = sum(batch == 0 for batch, _ in groups)
     job = self._jobs[0]
     own = max(1, len(job.mine))
     return (size or own) if job.number else own
@@ -311,10 +311,10 @@ class Greedy(Ahead):
     self._threads.append(thread)
     thread.start()
 
-  def _take(self, ended: GroupEnd) -> None:
+  def _take(self, end: GroupEnd) -> None:
     for job in self._jobs:
-      if job.number == ended.client.group[0]:
-        job.take(ended)
+      if job.number == end.client.group[0]:
+        job.take(end)
 
   def _abandon(self) -> None:
     for job in {id(job): job for job in [*self._jobs, *self._kept]}.values():

@@ -82,8 +82,8 @@ def given_key(headers: Mapping[str, str]) -> str:
 def tenant_of_key(tenants: Mapping[str, str], given: str) -> str | None:
   """Returns the name of the tenant that has a key; None if nobody has it."""
   # All keys are compared: the time must not tell which one matched.
-  found = [name for name, key in tenants.items() if _is_same(given, key)]
-  return found[0] if found else None
+  names = [name for name, key in tenants.items() if _is_same(given, key)]
+  return names[0] if names else None
 
 
 def wrong_key(remedy: str) -> ApiError:

@@ -173,11 +173,11 @@ def read_constraint(fields: Fields, context: Context) -> Constraint | None:
     ApiError: 400 if a constraint is malformed, cannot be enforced, or this server has
       no constraints.
   """
-  found = (
+  methods = (
     _response_format(fields.object("response_format")),
     _structured_outputs(fields.object("structured_outputs")),
   )
-  given = [method for method in found if method is not None]
+  given = [method for method in methods if method is not None]
   if len(given) > 1:
     raise bad("response_format", "response_format and structured_outputs are both set")
   if not given:

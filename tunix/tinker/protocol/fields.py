@@ -110,5 +110,5 @@ def metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _wrong(name: str, value: Any, expected: str) -> TinkerError:
-  found = "missing" if value is None else repr(value)[:80]
-  return TinkerError(f"{name} is {found}; expected {expected}. Correct the field")
+  shown = "missing" if value is None else repr(value)[:80]
+  return TinkerError(f"{name} is {shown}; expected {expected}. Correct the field")

@@ -129,9 +129,9 @@ class Sampler:
       NotFoundError: there is no such request, or its result was dropped.
     """
     with self._lock:
-      if (found := self._results.get(id)) is not None:
+      if (result := self._results.get(id)) is not None:
         self._forget_after(id)
-        return found
+        return result
       if id in self._open:
         return None
     raise NotFoundError(
@@ -226,8 +226,8 @@ class Sampler:
         raise error
       if len(ended) < len(parts):
         raise _Cancelled(_CANCELLED)
-      found = [part.result() for part in parts]
-      result = _result(op, found[0][0], [x for _, own in found for x in own])
+      answers = [part.result() for part in parts]
+      result = _result(op, answers[0][0], [x for _, own in answers for x in own])
     except EngineDead:
       return  # the request is repeated after a restart
     except (RequestError, TinkerError, TypeError, ValueError) as error:

@@ -146,8 +146,8 @@ class Worker:
 
   def _work(self, executor: Executor) -> None:
     try:
-      while (found := self._next()) is not None:
-        self._compute(executor, *found)
+      while (job := self._next()) is not None:
+        self._compute(executor, *job)
     except BaseException as error:  # of the disk: waiting clients must hear of it
       _LOG.exception("the training service failed")
       self._failure = error
@@ -163,8 +163,8 @@ class Worker:
       while not self.stops:
         ready: dict[str, dict[str, tuple[Run, int, Op]]] = {}
         for run in self._runs.values():
-          if (found := run.next()) is not None:
-            ready.setdefault(run.owner, {})[run.id] = (run, *found)
+          if (request := run.next()) is not None:
+            ready.setdefault(run.owner, {})[run.id] = (run, *request)
         if ready:
           owner = self._tenants.next(ready)
           run, number, op = ready[owner][self._models[owner].next(ready[owner])]
