@@ -100,10 +100,10 @@ class JobFunction:
     section = JOBS[self.job].settings
     if name in _NAMES or name in keys.of(section):
       return _NAMES.get(name, name)
-    known = [dotted for dotted, _, _ in keys.walk(section)]
-    if f"training.{name}" in known:
+    names = [dotted for dotted, _, _ in keys.walk(section)]
+    if f"training.{name}" in names:
       return f"training.{name}"
-    matches = list(dict.fromkeys(d for d in known if d.rpartition(".")[2] == name))
+    matches = list(dict.fromkeys(d for d in names if d.rpartition(".")[2] == name))
     if len(matches) > 1:
       sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in matches)
       raise TypeError(f"{name} is a key of several sections; give {sections}")

@@ -210,8 +210,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
   if turn["from"] in _CALL:
     return _call(turn["value"], where) | rest
   if turn["from"] not in _ROLES:
-    known = ", ".join((*_ROLES, *_CALL))
-    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {known}')
+    roles = ", ".join((*_ROLES, *_CALL))
+    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {roles}')
   return {"role": _ROLES[turn["from"]], "content": turn["value"], **rest}
 
 

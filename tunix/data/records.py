@@ -250,10 +250,10 @@ def _only_field(record: Any, names: Sequence[str], where: str, expected: str) ->
     ValueError: the record has none or several of them; begins with `where`.
   """
   fields.check_mapping(record, where, expected)
-  known = [name for name in names if record.get(name) is not None]
-  if len(known) != 1:
+  present = [name for name in names if record.get(name) is not None]
+  if len(present) != 1:
     raise ValueError(f"{where}: found {fields.describe(record)}, {expected}")
-  return known[0]
+  return present[0]
 
 
 def _read_completions(

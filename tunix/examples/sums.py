@@ -95,8 +95,8 @@ class Sums:
       answer: function of both terms that returns the text of the answer.
       held_out: return the held-out sums instead of those to train on.
     """
-    kept = [sums for i, sums in enumerate(self._sums) if i % 8]
-    chosen = self._sums[::8][:_HELD_OUT] if held_out else kept
+    rest = [sums for i, sums in enumerate(self._sums) if i % 8]
+    chosen = self._sums[::8][:_HELD_OUT] if held_out else rest
     return [
       {"prompt": self._question(a, b), "response": answer(a, b), "answer": a + b}
       for a, b in chosen

@@ -81,7 +81,7 @@ class TokenizerAdapter:
     """
     self._template_args = dict(template_args or {})
     chat_templates.check_defaults(self._template_args, "template_args")
-    given = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
+    texts = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
     self._given_roles: dict[str, Token] = {}
     if isinstance(tokenizer, TokenizerAdapter):
       self._backend: Backend = tokenizer._backend
@@ -96,7 +96,7 @@ class TokenizerAdapter:
       self._backend = choose(tokenizer)
       self._message_form = message_form or "plain"
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
-    for role, text in given.items():
+    for role, text in texts.items():
       if text is not None:
         self._given_roles[role] = self._backend.named(role, text) if text else Token()
     if add_bos is not None or bos_token:

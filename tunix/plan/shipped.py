@@ -230,9 +230,9 @@ def _distrust(root: pathlib.Path, key: bytes | None) -> str | None:
     )
   if (reason := _malformed(manifest) or _damage(root, manifest["files"])) is not None:
     return f"which is not as it was signed: {reason}"
-  known = {NAME, *manifest["files"]}
+  names = {NAME, *manifest["files"]}
   for entry in sorted(root.iterdir()):
-    if entry.name not in known:
+    if entry.name not in names:
       return f"which has {entry.name!r}; expected the files of {NAME} alone. Remove it"
   return None
 

@@ -101,8 +101,8 @@ def _part(batches: Sequence[dict[str, Any]], longest: int) -> dict[str, Any]:
 def _shown(group: dict[str, Any], longest: int) -> dict[str, Any]:
   """Returns a group with all rewards, and its best and worst completion."""
   rows = group["completions"]
-  known = [row for row in rows if row["reward"] is not None] or rows
-  order = sorted(known, key=lambda row: row["reward"] or 0.0)
+  with_reward = [row for row in rows if row["reward"] is not None] or rows
+  order = sorted(with_reward, key=lambda row: row["reward"] or 0.0)
   best, worst = order[-1], order[0]
   is_equal = best["reward"] == worst["reward"]
   columns = group["columns"].items()

@@ -44,8 +44,8 @@ def measure_tflops_per_step(
   example = (model, optimizer, train_example)
   try:
     counted = hlo_flops.count_flops(train_step_fn.lower(*example))
-    if (kept := _with_mutations_kept(train_step_fn, model)) is not None:
-      as_given, counted = counted, hlo_flops.count_flops(kept.lower(*example))
+    if (jitted := _with_mutations_kept(train_step_fn, model)) is not None:
+      as_given, counted = counted, hlo_flops.count_flops(jitted.lower(*example))
       if counted.flops > as_given.flops:
         _log.warning(
           "jax.jit drops the step's changes of the model, and XLA does not compute "
@@ -69,8 +69,8 @@ def _with_mutations_kept(step: Any, model: Any) -> Any:
   function: Any = getattr(step, "__wrapped__", None)
   if function is None or not isinstance(model, nnx.Module):
     return None
-  kept = nnx.jit(function)
-  return None if isinstance(step, type(kept)) else kept
+  jitted = nnx.jit(function)
+  return None if isinstance(step, type(jitted)) else jitted
 
 
 def approximate_tflops_per_second(

@@ -231,8 +231,8 @@ def _inflated(data: bytes, most: int) -> bytes:
 
 def _is_whole(zstandard: Any, data: bytes, size: int) -> bool:
   """Returns False for a cut frame, of which zstandard returns the first part."""
-  if (known := zstandard.frame_content_size(data)) >= 0:
-    return size == known
+  if (content_size := zstandard.frame_content_size(data)) >= 0:
+    return size == content_size
   frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
   frame.decompress(data)
   return frame.eof

@@ -95,8 +95,8 @@ def _page(call: TinkerCall, items: Sequence[T]) -> tuple[Sequence[T], dict[str, 
   for name, default in (("limit", 20), ("offset", 0)):
     value = call.query.get(name, str(default))
     is_number = value.isascii() and value.isdigit() and len(value) < 20
-    given = {name: int(value) if is_number else value}
-    numbers[name] = fields.integer(given, name)
+    field = {name: int(value) if is_number else value}
+    numbers[name] = fields.integer(field, name)
   limit, offset = min(numbers["limit"], _MOST), numbers["offset"]
   cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
   return items[offset : offset + limit], cursor

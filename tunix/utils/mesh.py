@@ -57,17 +57,17 @@ def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
   devices = list(jax.devices()) if devices is None else list(devices)
   sizes = dict(axes)
   unknown = [name for name, size in sizes.items() if size == -1]
-  known = math.prod(size for size in sizes.values() if size != -1)
+  least = math.prod(size for size in sizes.values() if size != -1)
   if any(size < 1 and size != -1 for size in sizes.values()) or len(unknown) > 1:
     raise ValueError(
       f"mesh {sizes}: sizes must be at least 1, and one of them may be -1"
     )
   if unknown:
-    sizes[unknown[0]] = len(devices) // known
+    sizes[unknown[0]] = len(devices) // least
   total = math.prod(sizes.values())
   if total != len(devices):
     raise ValueError(
-      f"mesh {dict(axes)} needs {max(total, known)} devices, there are {len(devices)}: "
+      f"mesh {dict(axes)} needs {max(total, least)} devices, there are {len(devices)}: "
       "choose sizes whose product is that number"
     )
   kinds = (AxisType.Auto,) * len(sizes)

@@ -54,10 +54,10 @@ def of_config(config: RunSettings) -> dict[str, str]:
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  known, digests = keys.of_config(config), {}
+  entries, digests = keys.of_config(config), {}
   for dotted, path in keys.models(config).items():
     revision = config.model.revision if dotted == "model.path" else None
-    name = known[dotted].facts.fingerprint
+    name = entries[dotted].facts.fingerprint
     assert name is not None
     if objects.is_name(path):
       digests[name] = of_object(objects.get(path))

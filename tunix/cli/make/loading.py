@@ -246,10 +246,10 @@ class ModelLoader:
         f"starts from scratch. Give --model.path={name}"
       )
     family, preset = families.preset(name)
-    known = [field.name for field in dataclasses.fields(family.config_class)]
+    names = [field.name for field in dataclasses.fields(family.config_class)]
     for arg in args:
-      if arg not in known:
-        remedy = did_you_mean(arg, known, f"fields are {', '.join(known)}")
+      if arg not in names:
+        remedy = did_you_mean(arg, names, f"fields are {', '.join(names)}")
         raise ValueError(f"model.args.{arg} is no field of {name}: {remedy}")
     try:
       return preset(**args)

@@ -201,9 +201,9 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
   if origin is Literal:
     return isinstance(value, str) and value in typing.get_args(option), value
   if option is np.dtype:
-    known = isinstance(value, str) and value in DTYPES
+    is_name = isinstance(value, str) and value in DTYPES
     # jnp.float32, as in Python code, so that a value read back equals the default.
-    return known, getattr(jnp, value) if known else None
+    return is_name, getattr(jnp, value) if is_name else None
   if origin in _LISTS:
     kind = typing.get_args(option)[0]
     entries = value if isinstance(value, list | tuple) else [None]

@@ -120,7 +120,7 @@ def translate(
   defaults = _DEFAULTS | _DEFAULTS_OF.get(job, {}) | (_LORA if has_lora else {})
   if options.get("max_steps", -1) > 0:
     del defaults["num_train_epochs"]
-  given, options = options.keys(), defaults | dict(options)
+  explicit, options = options.keys(), defaults | dict(options)
   for name, value in options.items():
     if name in _NOT_NEEDED or name in _BATCH:
       continue
@@ -132,7 +132,7 @@ def translate(
     ours = {key: value for key, value in ours.items() if is_key(key)}
     values |= ours
     names |= dict.fromkeys(ours, name)
-    if not ours and name in given - left.keys() and value not in _NOTHING:
+    if not ours and name in explicit - left.keys() and value not in _NOTHING:
       is_ours = name in _SAME or name in _SPECIAL
       near = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else "no counterpart"
       left[name] = f"no counterpart of {value!r} in the job {job}" if is_ours else near

@@ -122,9 +122,9 @@ def of_config(config: Any) -> dict[str, Key]:
 
 def defaults(config: Any) -> dict[str, Any]:
   """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
-  known = of_config(config)
+  entries = of_config(config)
   values = {
-    dotted: known[dotted].default for dotted in flatten(config) if dotted in known
+    dotted: entries[dotted].default for dotted in flatten(config) if dotted in entries
   }
   return {
     dotted: None if values.get(dotted, REQUIRED) is REQUIRED else plain(values[dotted])

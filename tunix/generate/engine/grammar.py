@@ -70,8 +70,8 @@ class Grammars:
         f"eos_ids is {self.eos_ids}; expected at least one id, each from 0 to "
         f"{vocab_size - 1}. Name the tokens that end a completion"
       )
-    known = token_bytes(tokenizer)[:vocab_size]
-    tokens = [data or b"" for data in known] + [b""] * (vocab_size - len(known))
+    by_id = token_bytes(tokenizer)[:vocab_size]
+    tokens = [data or b"" for data in by_id] + [b""] * (vocab_size - len(by_id))
     for number in self.eos_ids:
       tokens[number] = b""
     self._ends = _mask_of(self.eos_ids, vocab_size)

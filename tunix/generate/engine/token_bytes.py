@@ -213,9 +213,9 @@ def _check(tokenizer: TokenizerAdapter, by_id: list[bytes | None]) -> None:
   Raises:
     ValueError: the two differ.
   """
-  known = [i for i in tokenizer.encode(_SAMPLE) if by_id[i] is not None]
-  joined = b"".join(by_id[i] or b"" for i in known).decode("utf-8", errors="replace")
-  text = tokenizer.decode(known)
+  ids = [i for i in tokenizer.encode(_SAMPLE) if by_id[i] is not None]
+  joined = b"".join(by_id[i] or b"" for i in ids).decode("utf-8", errors="replace")
+  text = tokenizer.decode(ids)
   # SentencePiece puts a space before the text and drops it again.
   if joined.removeprefix(" ") != text.removeprefix(" "):
     raise ValueError(

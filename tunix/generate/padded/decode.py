@@ -346,15 +346,15 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
     at = (0, out.steps) + (0,) * (buffer.ndim - 2)
     return jax.lax.dynamic_update_slice(buffer, column[:, None], at)
 
-  logps, sampled, kept = out.logps, out.sampling_logps, out.logits
+  logps, sampled, all_logits = out.logps, out.sampling_logps, out.logits
   if logps is not None:
     logps = write(logps, sampling.token_logps(logits, tokens))
   # A greedy choice samples from no distribution, so its sampling log-probabilities keep
   # their initial value 0.
   if sampled is not None and drawn_from is not None:
     sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
-  if kept is not None:
-    kept = write(kept, logits)
+  if all_logits is not None:
+    all_logits = write(all_logits, logits)
   # The length grows if the row was not done before this step, so the end-of-sequence
   # token is counted.
   lengths = out.lengths + ~out.done
@@ -368,5 +368,5 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
     steps=out.steps + 1,
     logps=logps,
     sampling_logps=sampled,
-    logits=kept,
+    logits=all_logits,
   )

@@ -80,7 +80,7 @@ class KVCache:
     """Returns the cache after a call that wrote `tokens` tokens to each layer."""
     recurs = [isinstance(layer, RowState) for layer in layers]
     old = zip(self.k, self.v)
-    pairs = [kept if own else new for own, kept, new in zip(recurs, old, layers)]
+    pairs = [before if own else new for own, before, new in zip(recurs, old, layers)]
     keys, values = zip(*pairs)
     states = tuple(x.state if own else None for own, x in zip(recurs, layers))
     return dataclasses.replace(

@@ -297,8 +297,8 @@ def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
   """Adds rows without a drawn token."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
   # Zeros stand for what no row of a batch knows, in which every environment failed.
-  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
-  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
+  columns = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **columns)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:

@@ -142,8 +142,8 @@ class RolloutOutput:
 
   def completions(self) -> list[Completion]:
     """Returns the completions, in the form of those of the engine."""
-    known = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
-    of_row = lambda i: {c: _typed(c, x[i]) for c, x in known.items()}
+    columns = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
+    of_row = lambda i: {c: _typed(c, x[i]) for c, x in columns.items()}
     return [Completion(number=i, **of_row(i)) for i in range(len(self.text))]
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:

@@ -120,12 +120,12 @@ class Greedy(Ahead):
 
   def _check_first_weights(self) -> None:
     """Refuses the journal of another model; a checkpoint has a stamp of its own."""
-    known = None if self._journal is None else self._journal.first_stamp
+    first = None if self._journal is None else self._journal.first_stamp
     stamp = self._cluster.version.stamp
-    if known not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
+    if first not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
       raise JournalError(
         f"{self._journal and self._journal.folder} belongs to a run that began with "
-        f"other weights (stamp {known}, and these have {stamp}): use the model of that "
+        f"other weights (stamp {first}, and these have {stamp}): use the model of that "
         "run, or another folder"
       )
 

@@ -51,9 +51,9 @@ def localized(x: jax.Array, target: Sharding) -> jax.Array:
   where: Any = layout.mesh
   with mesh_lib.use_mesh(where):
     copy = _copied(layout)(x)
-  kept = {shard.device: shard.data for shard in copy.addressable_shards}
+  by_device = {shard.device: shard.data for shard in copy.addressable_shards}
   exact = NamedSharding(local, PartitionSpec()) if wide is None else target
-  parts = [kept[device] for device in local.devices.flat]
+  parts = [by_device[device] for device in local.devices.flat]
   out = jax.make_array_from_single_device_arrays(x.shape, exact, parts)
   if wide is None:
     out = jax.device_put(out, target)

@@ -229,16 +229,16 @@ class Context:
         "context_length_exceeded",
       )
     left = limit - len(prompt)
-    wanted = max(1, left) if max_tokens is None else max_tokens
-    if wanted > left:
+    size = max(1, left) if max_tokens is None else max_tokens
+    if size > left:
       raise bad(
         "max_tokens",
-        f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}: the maximum "
+        f"the prompt has {len(prompt)} tokens and max_tokens is {size}: the maximum "
         f"context length of this server is {limit} tokens (--max_tokens). Shorten the "
         "prompt, or ask for fewer tokens",
         "context_length_exceeded",
       )
-    return wanted
+    return size
 
 
 def new_id(prefix: str) -> str:

@@ -67,12 +67,12 @@ def check(
   """
   wrong = [n for n, v in values.items() if n in saved and saved[n][0][1] != _of_json(v)]
   for name, leaf in _named(arrays):
-    known = {json.dumps(at): checksum for at, checksum in saved.get(name, [])}
+    sums = {json.dumps(at): checksum for at, checksum in saved.get(name, [])}
     held = {json.dumps(at): block for at, block in _blocks(leaf, written=False)}
-    if not known.keys() & held.keys() and _is_whole(leaf):
+    if not sums.keys() & held.keys() and _is_whole(leaf):
       whole = np.asarray(_data(leaf))
-      held = {at: whole[tuple(slice(*x) for x in json.loads(at))] for at in known}
-    if any(_of_block(held[at]) != known[at] for at in known.keys() & held.keys()):
+      held = {at: whole[tuple(slice(*x) for x in json.loads(at))] for at in sums}
+    if any(_of_block(held[at]) != sums[at] for at in sums.keys() & held.keys()):
       wrong.append(name)
   if wrong:
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -105,8 +105,8 @@ def small(body: Mapping[str, Any], name: str) -> Any:
 
 def metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns the field `user_metadata`, or None; see `small` and `table`."""
-  given = small(body, "user_metadata")
-  return None if given is None else table(body, "user_metadata")
+  value = small(body, "user_metadata")
+  return None if value is None else table(body, "user_metadata")
 
 
 def _wrong(name: str, value: Any, expected: str) -> TinkerError:

@@ -34,8 +34,8 @@ class Result:
   @classmethod
   def of(cls, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Result:
     """Returns the result of a record that was unpacked."""
-    kept = {name: meta[name] for name in ("values", "error", "category")}
-    return cls(**kept, arrays=arrays)
+    fields = {name: meta[name] for name in ("values", "error", "category")}
+    return cls(**fields, arrays=arrays)
 
   def record(self, **key: Any) -> bytes:
     """Returns the record for a journal, with a key for the reader."""

@@ -277,8 +277,8 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
   Raises:
     TinkerError: the life is too short or too long, or no integer.
   """
-  given = {"ttl_seconds": ttl_seconds}
-  return fields.whole(given, "ttl_seconds", None, least=1, most=_LONGEST)
+  body = {"ttl_seconds": ttl_seconds}
+  return fields.whole(body, "ttl_seconds", None, least=1, most=_LONGEST)
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

@@ -131,8 +131,8 @@ class Run:
     """
     record = op.record(number=number)
     checksum = zlib.crc32(record)
-    known = self._sums.get(number)
-    if known is not None and known != checksum:
+    earlier = self._sums.get(number)
+    if earlier is not None and earlier != checksum:
       raise ConflictError(
         f"request {number} of {self.id} was sent before with other contents; expected "
         "the same contents. Use the next number"

@@ -170,10 +170,10 @@ class Worker:
           run, number, op = ready[owner][self._models[owner].next(ready[owner])]
           self._tenants.charge(owner, op.tokens)
           self._models[owner].charge(run.id, op.tokens)
-          self._running, known = run, run.results.get(number)
-          if known is None and run.begin(number) >= self._settings.max_starts:
-            known = stopped_too_often(self._settings.max_starts)
-          return run, number, op, known
+          self._running, earlier = run, run.results.get(number)
+          if earlier is None and run.begin(number) >= self._settings.max_starts:
+            earlier = stopped_too_often(self._settings.max_starts)
+          return run, number, op, earlier
         self.changed.wait(_IDLE)
     return None
 
@@ -185,9 +185,9 @@ class Worker:
       run.forget()
 
   def _compute(
-    self, executor: Executor, run: Run, number: int, op: Op, known: Result | None
+    self, executor: Executor, run: Run, number: int, op: Op, earlier: Result | None
   ) -> None:
-    result, is_whole = executor.execute(run, op, known)
+    result, is_whole = executor.execute(run, op, earlier)
     with self.changed:
       self._running = None
       run.finish(number, result)

@@ -247,8 +247,8 @@ def _about(args: EvalOptions) -> dict[str, Any]:
     for name in ("data", "pairs", "prompts")
     if getattr(args, name) is not None
   }
-  given = dataclasses.asdict(args)
-  return {"tunix": tunix.__version__, "arguments": given, "sha256": files}
+  arguments = dataclasses.asdict(args)
+  return {"tunix": tunix.__version__, "arguments": arguments, "sha256": files}
 
 
 def parser() -> Parser:
