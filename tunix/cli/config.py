@@ -269,7 +269,7 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
     return section(**arguments)
 
 
-def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
+def _build_section(hint: object, value: object, dotted: str, place: _Place) -> Any:
   kind, values = section_of(hint), value
   if not isinstance(values, dict):
     if without_text(value) is None:
@@ -317,11 +317,11 @@ def _is_present(section: type, values: Mapping[str, Any], dotted: str) -> bool:
   return False
 
 
-def _is_default(value: Any, key: keys.Key) -> bool:
+def _is_default(value: object, key: keys.Key) -> bool:
   return value in (None, {}, []) or value == plain(key.default)
 
 
-def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
+def _check_foreign(dotted: str, value: object, place: _Place) -> None:
   """Refuses a key that this job does not read.
 
   A key of another job passes with its default, so that files with all keys load.

@@ -214,7 +214,7 @@ def _of_model(model: Any, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
   return layers
 
 
-def _values(key: str, value: Any, section: Any) -> Any:
+def _values(key: str, value: object, section: Any) -> Any:
   """Returns a value as a file would hold it; names stand for objects.
 
   Args:
@@ -258,7 +258,7 @@ def _changed(section: Any, value: Any) -> dict[str, Any]:
   return changed
 
 
-def _objects(key: str, value: Any) -> Any:
+def _objects(key: str, value: object) -> Any:
   """Returns a path or source, or several; each object is replaced by its name."""
   if isinstance(value, str | os.PathLike):
     return os.fspath(value)
@@ -267,13 +267,13 @@ def _objects(key: str, value: Any) -> Any:
   return objects.name_of(value, key)
 
 
-def _is_source(entry: Any) -> bool:
+def _is_source(entry: object) -> bool:
   """Returns True for an entry of a list of sources, False for a record."""
   is_sequence = hasattr(entry, "__len__") and not isinstance(entry, Mapping)
   return is_sequence or callable(entry) or isinstance(entry, os.PathLike)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
   return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
 
 

@@ -244,7 +244,7 @@ def _names(entry: Entry) -> list[str]:
   return [name for kind in kinds if isinstance(kind, Choice) for name in kind.classes]
 
 
-def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
+def _meaning(entry: Entry, all_have_it: int, default: object) -> str:
   """Returns the help of a key: the jobs that have it, its meaning, and its defaults.
 
   Args:

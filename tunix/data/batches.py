@@ -254,7 +254,7 @@ def _split(
   return start, list(rest.values())
 
 
-def _text(text: Any, where: str) -> Text:
+def _text(text: object, where: str) -> Text:
   """Returns a checked text or list of messages; [] is an empty completion."""
   turns = [text] if isinstance(text, Mapping) else text
   if isinstance(turns, str):

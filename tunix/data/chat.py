@@ -215,7 +215,9 @@ def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
   raise ValueError(f"a list of messages needs a chat template, and {reason}")
 
 
-def with_tools(tools: Any, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_tools(
+  tools: object, template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
   """Returns the template's variables with the record's tools; [] means no tools."""
   variables = dict(template_kwargs or {})
   return variables if tools is None else {**variables, "tools": tools}

@@ -117,7 +117,7 @@ def read_sft(record: Any, where: str) -> Record:
   return Record(form, prompt, {"completion": completion}, {}, record.get("tools"))
 
 
-def read_pair(record: Any, where: str) -> Record:
+def read_pair(record: object, where: str) -> Record:
   """Reads a record of a chosen and a rejected completion.
 
   Raises:
@@ -133,7 +133,7 @@ def read_pair(record: Any, where: str) -> Record:
   return read._replace(extra={"margin": float(margin)})
 
 
-def read_labelled(record: Any, where: str) -> Record:
+def read_labelled(record: object, where: str) -> Record:
   """Reads a record of one completion and its label, true for a good completion.
 
   Raises:

@@ -156,7 +156,7 @@ class SglangJaxSampler(BaseSampler):
       for _ in range(options.num_samples)
     ]
 
-  def _row(self, answer: Any, options: SamplingOptions) -> Completion:
+  def _row(self, answer: object, options: SamplingOptions) -> Completion:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
     entries = meta.get("output_token_logprobs")
     if not entries:

@@ -310,7 +310,7 @@ class TokenizerAdapter:
     """Returns True if `apply_chat_template` has a template or a renderer."""
     return bool(self.chat_template) or self._renderer() is not None
 
-  def marks_generation(self, tools: Any = None) -> bool:
+  def marks_generation(self, tools: object = None) -> bool:
     """Returns True if the template for these tools has `{% generation %}` blocks."""
     template = self.chat_template
     return bool(template) and chat_templates.marks_generation(_select(template, tools))
@@ -329,7 +329,7 @@ class TokenizerAdapter:
     return None if stock else renderer
 
   def template_messages(
-    self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    self, messages: Sequence[Mapping[str, Any]], tools: object = None
   ) -> list[dict[str, Any]]:
     """Returns messages in the form in which `apply_chat_template` renders them.
 
@@ -454,7 +454,7 @@ class Tokenizer(TokenizerAdapter):
     self.add_bos, self.add_eos = add_bos, add_eos
 
 
-def _select(template: tokenizer_files.ChatTemplates, tools: Any) -> str:
+def _select(template: tokenizer_files.ChatTemplates, tools: object) -> str:
   """Returns the source for a conversation with or without tools."""
   if isinstance(template, str):
     return template

@@ -140,7 +140,7 @@ class LoraConfig:
     return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Any], path: str, default: object) -> Any:
   matching = (v for pattern, v in patterns.items() if lora_modules.hits(pattern, path))
   return next(matching, default)
 
@@ -216,7 +216,7 @@ def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
         )
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
   limit = 1 / math.sqrt(shape[-2])
   return jax.random.uniform(key, shape, jnp.float32, -limit, limit).astype(dtype)
 

@@ -202,7 +202,7 @@ def _cell(settings: Mapping[str, Any], key: str) -> str:
   return _text(settings[key]) if key in settings else ""
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   if isinstance(value, str):
     text = value
   elif isinstance(value, int) and not isinstance(value, bool):

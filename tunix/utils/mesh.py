@@ -103,7 +103,7 @@ def explicit_mesh(tree: Any) -> Mesh | None:
   return None
 
 
-def _explicit_mesh_of(leaf: Any) -> Mesh | None:
+def _explicit_mesh_of(leaf: object) -> Mesh | None:
   mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
   return mesh if isinstance(mesh, Mesh) and is_explicit(mesh) else None
 

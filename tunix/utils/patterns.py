@@ -126,7 +126,7 @@ class _Match:
       seen |= new
     return seen
 
-  def where(self, kind: str, argument: Any) -> int:
+  def where(self, kind: str, argument: object) -> int:
     """Returns the positions of the characters that a node for one character takes."""
     key = kind, argument if isinstance(argument, int) else id(argument)
     if key not in self.positions:

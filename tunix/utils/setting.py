@@ -69,7 +69,7 @@ _NONE = Facts()
 
 
 def setting(
-  default: Any = dataclasses.MISSING,
+  default: object = dataclasses.MISSING,
   *,
   default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
   **facts: Any,

@@ -304,6 +304,6 @@ def _write_page(
       _log.warning("%s of %s could not be written: %s", name, folder.path, problem)
 
 
-def _say(text: Any) -> None:
+def _say(text: object) -> None:
   if jax.process_index() == 0:
     print(text, flush=True)

@@ -149,6 +149,6 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
   return digest([contents, tokenizer.vocab_size, roles, special])
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
   """Returns the SHA-256 of a plain value."""
   return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()

@@ -165,7 +165,7 @@ def _differences(job: str, options: Mapping[str, Any]) -> dict[str, str]:
   return left
 
 
-def _several(value: Any) -> list[Any]:
+def _several(value: object) -> list[Any]:
   return value if isinstance(value, list) else [value]
 
 
@@ -186,7 +186,7 @@ def _batch(
   return {"training.global_batch_size": prompts}
 
 
-def _loss(job: str, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
     ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
     return {key: value for key, value in ours.items() if value is not None}

@@ -132,7 +132,7 @@ def defaults(config: Any) -> dict[str, Any]:
   }
 
 
-def with_value(config: Any, key: str, value: Any) -> Any:
+def with_value(config: Any, key: str, value: object) -> Any:
   """Returns the settings with another value of a dotted key."""
   name, _, below = key.partition(".")
   if below:

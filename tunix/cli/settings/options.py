@@ -121,7 +121,7 @@ class Option:
     if isinstance(words, bool):
       return words
 
-    def read(text: str, hint: Any) -> Any:
+    def read(text: str, hint: object) -> Any:
       # Texts stay as they were typed: YAML takes quotation marks away.
       is_null = text == "null" and convert.takes_null(hint)
       is_text = {str, pathlib.Path} & {*convert.options(hint)} and not is_null
@@ -133,7 +133,7 @@ class Option:
       read(words, self.hint) if item is None else tuple(read(x, item) for x in words)
     )
 
-  def of_file(self, value: Any, where: str) -> Any:
+  def of_file(self, value: object, where: str) -> Any:
     """Converts a value of a file.
 
     Raises:

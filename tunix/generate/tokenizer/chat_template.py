@@ -411,7 +411,7 @@ def _environment() -> Any:
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
-  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+  def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     # jinja2's own filter escapes <, >, & and ', which tool schemas may hold.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 

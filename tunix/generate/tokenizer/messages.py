@@ -54,7 +54,7 @@ def plain(message: Message) -> dict[str, Any]:
   return message
 
 
-def is_parts_of_text(content: Any) -> bool:
+def is_parts_of_text(content: object) -> bool:
   """Returns True for a list of {"type": "text", "text": ...}."""
   return isinstance(content, list) and all(
     isinstance(part, Mapping) and part.get("type") == "text" for part in content

@@ -179,7 +179,7 @@ _COLUMNS = {
 }
 
 
-def _typed(column: str, value: Any) -> Any:
+def _typed(column: str, value: object) -> Any:
   """Returns a value of a user's engine in the type of its column in `Tokens`."""
   if value is None or isinstance(value, str):
     return value

@@ -225,7 +225,7 @@ class Replayed:
     )
 
 
-def replayable(content: Any) -> Any:
+def replayable(content: object) -> Any:
   """Returns the stored content of a group without the logs of environments."""
   if isinstance(content, dict):
     return {k: replayable(x) for k, x in content.items() if k != "logs"}

@@ -148,7 +148,7 @@ class GroupClient:
   def cancel(self) -> None:
     self.is_abandoned = True
 
-  def hand_in(self, rollouts: Rollouts, content: Any, offset: int) -> None:
+  def hand_in(self, rollouts: Rollouts, content: object, offset: int) -> None:
     """Gives the completions with rewards to the engine's thread; see `GroupEnd`."""
     self._check()
     self._loop.put(GroupEnd(self, rollouts, content, offset))

@@ -18,7 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+
+from jax.sharding import Mesh
 
 from tunix.rl.rollout.client import ClientLost, Stream
 from tunix.rl.schedules.decisions import (
@@ -75,7 +76,7 @@ class EngineLoop:
     on_start: Callable[[], None],
     is_needed: Callable[[], bool],
     vocab_size: int | None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
   ):
     self._mesh = mesh
     self._make_stream, self._decider = make_stream, decider
@@ -172,7 +173,7 @@ class EngineLoop:
 
   # The engine's thread.
 
-  def _run(self, mesh: Any) -> None:
+  def _run(self, mesh: Mesh | None) -> None:
     try:
       with mesh_lib.use_mesh(mesh):
         while self._once():

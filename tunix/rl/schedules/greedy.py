@@ -28,6 +28,7 @@ import time
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from tunix.models import calling
 from tunix.rl.common import Rollouts
@@ -330,7 +331,7 @@ class Greedy(Ahead):
   # The thread of a group.
 
   def _run_group(
-    self, batch: PromptBatch, client: GroupClient, loop: EngineLoop, mesh: Any
+    self, batch: PromptBatch, client: GroupClient, loop: EngineLoop, mesh: Mesh | None
   ) -> None:
     try:
       with mesh_lib.use_mesh(mesh):

@@ -92,7 +92,7 @@ class Journal:
     """Writes a decision."""
     self._file.append(_packed(record))
 
-  def store(self, content: Any) -> int:
+  def store(self, content: object) -> int:
     """Writes the content of a group; returns its offset for `end`."""
     with self._storing:
       return self._episodes.append(_packed(content))
@@ -143,11 +143,11 @@ def folder_of(base: pathlib.Path) -> pathlib.Path:
   return base / f"{_PROCESS}{jax.process_index()}" if several else base
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: object) -> bytes:
   return json.dumps(value, separators=(",", ":")).encode()
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
   """Returns 16 hexadecimal digits that depend on each byte of a JSON value."""
   text = json.dumps(value, sort_keys=True, separators=(",", ":"))
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

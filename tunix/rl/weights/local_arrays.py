@@ -20,7 +20,7 @@ from tunix.utils import coordination, mesh as mesh_lib
 _PROCESS = "_process"  # axis over the processes in the layout of the copy
 
 
-def is_spread(x: Any, target: Sharding) -> bool:
+def is_spread(x: object, target: Sharding) -> bool:
   """Returns True if `x` is on several processes and the target on this one only."""
   spread = isinstance(x, jax.Array) and not x.is_fully_addressable
   return spread and target.is_fully_addressable

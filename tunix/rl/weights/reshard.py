@@ -145,7 +145,7 @@ def laid_out(x: jax.Array, target: Sharding) -> jax.Array:
 
 
 def _one(
-  x: Any, source: Sharding | None, target: Sharding, move: Move, donate: bool
+  x: object, source: Sharding | None, target: Sharding, move: Move, donate: bool
 ) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):  # a plan moves nothing
     return x.update(sharding=target)

@@ -91,11 +91,11 @@ def _data(leaf: Any) -> Any:
   return jax.random.key_data(leaf) if is_key else leaf
 
 
-def _is_whole(leaf: Any) -> bool:
+def _is_whole(leaf: object) -> bool:
   return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
-def _blocks(leaf: Any, *, written: bool) -> Iterator[tuple[list[list[int]], Any]]:
+def _blocks(leaf: object, *, written: bool) -> Iterator[tuple[list[list[int]], Any]]:
   """Returns (bounds, values) of the blocks of an array on this process, each once.
 
   Args:
@@ -125,7 +125,7 @@ def _of_block(block: Any) -> str:
   return xxhash.xxh3_64_hexdigest(values.view(np.uint8).data)
 
 
-def _of_json(value: Any) -> str:
+def _of_json(value: object) -> str:
   import xxhash
 
   # As it is read back: tuples are lists, and keys are texts.

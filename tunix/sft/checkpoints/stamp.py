@@ -72,7 +72,7 @@ def leaf_stamps(arrays: Any) -> dict[str, str]:
   }
 
 
-def _check(name: str, leaf: Any) -> None:
+def _check(name: str, leaf: object) -> None:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
     raise TypeError(
       f"leaf {name!r} is {type(leaf).__name__}, only arrays have a content stamp. "
@@ -107,7 +107,7 @@ def _words(leaves: Sequence[Any]) -> list[tuple[int, int]]:
   return out
 
 
-def _group(i: int, leaf: Any) -> Any:
+def _group(i: int, leaf: object) -> Any:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     return None
   if _in_host_memory(leaf):

@@ -46,7 +46,7 @@ def integer(
 def whole(
   body: Mapping[str, Any],
   name: str,
-  default: Any,
+  default: object,
   *,
   least: int = 0,
   most: int = _INT32,
@@ -109,6 +109,6 @@ def metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
   return None if value is None else table(body, "user_metadata")
 
 
-def _wrong(name: str, value: Any, expected: str) -> TinkerError:
+def _wrong(name: str, value: object, expected: str) -> TinkerError:
   shown = "missing" if value is None else repr(value)[:80]
   return TinkerError(f"{name} is {shown}; expected {expected}. Correct the field")

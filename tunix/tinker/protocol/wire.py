@@ -201,7 +201,7 @@ def _row_from_json(datum: Any) -> Row:
   )
 
 
-def model_input(value: Any) -> np.ndarray:
+def model_input(value: object) -> np.ndarray:
   """Returns the ids of a model input in JSON, int64 [N].
 
   Raises:
