@@ -36,7 +36,7 @@ MOST_SLOTS = {"cpu": 64}
 MOST_SLOTS_ELSEWHERE = 512
 
 
-def suits(model: Any, gather_weights: GatherWeights = None) -> bool:
+def suits(model: nnx.Module, gather_weights: GatherWeights = None) -> bool:
   """Returns True if the engine runs this model as well as the padded sampler does.
 
   The slots of an engine are not split over devices. On a mesh whose batch axes are

@@ -246,7 +246,7 @@ def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
 
 
-def _env(config: Any) -> str | None:
+def _env(config: RunSettings) -> str | None:
   return getattr(config, "env", None)
 
 

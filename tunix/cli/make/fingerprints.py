@@ -96,7 +96,7 @@ def of_model(folder: pathlib.Path) -> str:
   return digest([json.dumps(config, sort_keys=True), weights])
 
 
-def of_object(model: Any) -> str:
+def of_object(model: nnx.Module) -> str:
   """Returns the digest of a model in memory: a sample of every array.
 
   Of an array it covers path, dtype, shape and the first `SAMPLE_BYTES`; of an array

@@ -312,7 +312,7 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
 # Models and tokenizers of the arguments --model, --adapter and --tokenizer.
 
 
-def new_tokens(model: Any, prompts: Sequence[int], requested: int | None) -> int:
+def new_tokens(model: nnx.Module, prompts: Sequence[int], requested: int | None) -> int:
   """Returns the number of tokens to generate.
 
   The default is 128, or fewer if the model has no more positions after the longest

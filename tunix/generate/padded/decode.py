@@ -145,7 +145,7 @@ class Opened(NamedTuple):
 
 
 def opened(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   layout: Layout | None = None,
   *,
@@ -215,7 +215,7 @@ def _laid_out(state, layout):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def start(
-  graph: Any, state: Any, prompts: Prompts, rules: Rules, plan: Plan
+  graph: nnx.GraphDef[Any], state: Any, prompts: Prompts, rules: Rules, plan: Plan
 ) -> tuple[Generated, Any]:
   """Runs every prompt once and chooses the first token of every row.
 
@@ -246,7 +246,12 @@ def start(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def advance(
-  graph: Any, state: Any, rules: Rules, out: Generated, memory: Any, until: Leaf
+  graph: nnx.GraphDef[Any],
+  state: Any,
+  rules: Rules,
+  out: Generated,
+  memory: Any,
+  until: Leaf,
 ) -> tuple[Generated, Any]:
   """Decodes until every row is done or `until` columns are written.
 
@@ -289,7 +294,7 @@ def advance(
 
 
 def prefilled(
-  model: Any, prompts: Prompts, plan: Plan
+  model: nnx.Module, prompts: Prompts, plan: Plan
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs every prompt once and expands the result to all rows.
 

@@ -359,7 +359,7 @@ class BaseRollout(abc.ABC):
     return waited
 
   @abc.abstractmethod
-  def update_params(self, model: Any, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: Any) -> None:
     """Takes the weights of `model` and stores their `version`."""
 
   @abc.abstractmethod
