@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.make import data as build_data, loading
+from tunix.cli.make import data as build_data, model_folders
 from tunix.cli.make.data import RunData
 from tunix.cli.run.folder import export_of
 from tunix.cli.settings import keys
@@ -129,7 +129,7 @@ class JobResult(Result):
     if self.trained is not None:
       return self.trained
     assert self.output_dir is not None
-    return loading.load_model(*export_of(self.output_dir, None))
+    return model_folders.load_model(*export_of(self.output_dir, None))
 
 
 def read_history(logs: pathlib.Path) -> History:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.cli import config as config_lib
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.make import data_sources, loading
+from tunix.cli.make import data_sources, model_folders
 from tunix.cli.settings import yaml_text
 from tunix.data import render, show
 from tunix.data.reading import files
@@ -107,7 +107,7 @@ def show_files(
   tokenizer, source = None, values.get("tokenizer") or values.get("model")
   if source is not None:
     model = values.get("model") or source
-    tokenizer = loading.load_tokenizer(model, tokenizer=values.get("tokenizer"))
+    tokenizer = model_folders.load_tokenizer(model, tokenizer=values.get("tokenizer"))
   if other := [name for name in names if not is_data(name)]:
     raise ValueError(
       f"{other[0]} is a configuration and {names[0]} is a file of records; show one "
