@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunix.serve.app import Endpoint, read_body, request_of
-from tunix.serve.http.bodies import Answer, Call, read_json
+from tunix.serve.http.bodies import Answer, Call, Receive, Scope, read_json
 from tunix.serve.http.errors import ApiError
 from tunix.serve.http.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.openai.context import Context, Tenants
@@ -153,7 +153,7 @@ class _TinkerEndpoint(Endpoint):
 
     super().__init__(served, path, context)
 
-  async def read(self, scope: Any, receive: Any) -> Call | None:
+  async def read(self, scope: Scope, receive: Receive) -> Call | None:
     settings, request = self._settings, request_of(scope)
     headers = request.headers
     keys = self._service.settings.keys

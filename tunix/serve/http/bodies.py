@@ -10,6 +10,11 @@ from typing import Any
 
 from tunix.serve.http.errors import bad
 
+# The three arguments of an ASGI application.
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:

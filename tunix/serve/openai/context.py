@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import Constraint
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -73,7 +75,7 @@ class Context:
 
   def __init__(
     self,
-    driver: Any,
+    driver: Driver | Replicas,
     settings: ServeSettings,
     grammars: Grammars | None = None,
     load_model: LoadModel | None = None,

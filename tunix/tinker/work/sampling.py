@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import (
   EngineDead,
   EngineRequest,
@@ -65,7 +67,7 @@ class Sampler:
 
   def __init__(
     self,
-    driver: Any,
+    driver: Driver | Replicas,
     folder: pathlib.Path,
     load: Callable[[Place], dict[str, Any]],
     on_change: Callable[[], None],
