@@ -40,7 +40,7 @@ def localized(x: jax.Array, target: Sharding) -> jax.Array:
   Raises:
     TypeError: one of the shardings has no mesh.
   """
-  mesh, local = getattr(x.sharding, "mesh", None), getattr(target, "mesh", None)
+  mesh, local = mesh_lib.of_sharding(x), mesh_lib.of_sharding(target)
   if not (isinstance(mesh, Mesh) and isinstance(local, Mesh)):
     raise TypeError(
       f"the shardings are {x.sharding} and {target}; expected NamedShardings on meshes "

@@ -197,7 +197,7 @@ def _move(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 def _mesh_of(sharding: Sharding) -> Mesh:
   """Returns the mesh of a sharding; a mesh of one device if it has none."""
-  mesh = getattr(sharding, "mesh", None)
+  mesh = mesh_lib.of_sharding(sharding)
   return (
     Mesh(np.array(list(sharding.device_set)), ("device",)) if mesh is None else mesh
   )

@@ -76,7 +76,7 @@ def order(sharding: Sharding) -> tuple[Any, ...] | None:
 
   A compiled program changes the layout only if these devices and their order are equal.
   """
-  mesh = getattr(sharding, "mesh", None)
+  mesh = mesh_lib.of_sharding(sharding)
   return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
 
