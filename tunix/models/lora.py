@@ -294,11 +294,10 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    used = lambda name: any(lora_modules.hits(name, path) for path in paths)
     names = [*ALL_LINEAR, *_OF_SOME]
     if any(isinstance(module, Mamba2) for _, module in nnx.iter_modules(model)):
       names.remove("out_proj")  # kernels of Mamba read the bare weight; PEFT refuses it
-    targets = tuple(filter(used, names))
+    targets = tuple(x for x in names if any(lora_modules.hits(x, p) for p in paths))
   return lora_modules.select(model, targets)
 
 

@@ -26,8 +26,8 @@ def write(folder: pathlib.Path) -> None:
     OSError: a file cannot be read, or the disk is full or not writable.
   """
   files = [x.relative_to(folder) for x in folder.rglob("*") if x.is_file()]
-  is_hidden = lambda name: any(part.startswith(".") for part in name.parts)
-  names = sorted(str(x) for x in files if not is_hidden(x) and str(x) != NAME)
+  shown = [x for x in files if not any(part.startswith(".") for part in x.parts)]
+  names = sorted(str(x) for x in shown if str(x) != NAME)
   lines = [f"{_sum(folder / name)}  {name}\n" for name in names]
   io.write_atomic(folder / NAME, "".join(lines).encode())
 

@@ -109,11 +109,13 @@ def init_cache(
     dtype: dtype of the buffers.
     states: see `KVCache.states`.
   """
-  slots = lambda kind: min(cache_size, kind.window or cache_size)
+  slots = [min(cache_size, kind.window or cache_size) for kind in kinds]
 
   def buffers() -> tuple[jax.Array, ...]:
-    shapes = [(batch_size, x.num_kv_heads, slots(x), x.head_dim) for x in kinds]
-    return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    return tuple(
+      jnp.zeros((batch_size, kind.num_kv_heads, size, kind.head_dim), dtype)
+      for kind, size in zip(kinds, slots)
+    )
 
   index = jnp.zeros((), jnp.int32)
   return KVCache(buffers(), buffers(), index, cache_size, tuple(states))
