@@ -321,7 +321,7 @@ class _Sender:
     message = {"type": "http.response.body", "body": data, "more_body": more}
     await self._bounded(message)
 
-  async def _bounded(self, message: object) -> None:
+  async def _bounded(self, message: dict[str, Any]) -> None:
     try:
       async with asyncio.timeout(self._timeout):
         await self._send(message)

@@ -13,7 +13,6 @@ import dataclasses
 import queue
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
 
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.replicas import Replicas
