@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from tunix.models.gguf import rope
 from tunix.models.gguf.changes import Alternating, Change, Swapped
 from tunix.models.gguf.file import File
@@ -129,8 +131,8 @@ def _read_olmo(file: File, hf: Json) -> Json:
 def _windows(file: File, hf: Json, step: int) -> Json:
   """Returns `layer_types` of a file that may name each layer's kind."""
   given = file.metadata.get(_PATTERN, step)
-  if isinstance(given, list):
-    return _types([bool(x) for x in file.by_layer(_PATTERN, hf["num_hidden_layers"])])
+  if isinstance(given, np.ndarray):
+    return _types([x > 0 for x in file.by_layer(_PATTERN, hf["num_hidden_layers"])])
   return _every(hf, file.whole(_PATTERN, step))
 
 
@@ -180,7 +182,7 @@ def _read_oss(file: File, hf: Json) -> Json:
 def _read_gemma4(file: File, hf: Json) -> Json:
   count = hf["num_hidden_layers"]
   types = _windows(file, hf, 6)["layer_types"]
-  full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+  full = [i for i in range(count) if types[i] == "full_attention"] or [count - 1]
   sliding = [i for i in range(count) if i not in full] or full
   heads = file.by_layer("attention.head_count_kv", count)
   widths = file.by_layer("feed_forward_length", count)

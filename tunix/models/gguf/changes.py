@@ -36,7 +36,11 @@ class Change(Protocol):
     ...
 
   def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    """Returns the shape of each Hugging Face tensor, given the GGUF tensors."""
+    """Returns the shape of each Hugging Face tensor, given the GGUF tensors.
+
+    Raises:
+      ValueError: the GGUF tensors have shapes that the change cannot have made.
+    """
     ...
 
   def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
@@ -84,7 +88,7 @@ class Interleaved:
   def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
     if gguf[0].shape[0] % (2 * self.heads):
       raise ValueError(
-        f"queries or keys have {gguf[0].shape[0]} rows; expected a multiple of twice "
+        f"{gguf[0].shape[0]} rows of queries or keys; expected a multiple of twice "
         f"their {self.heads} heads"
       )
     return gguf[0].shape
@@ -104,7 +108,8 @@ class Stacked:
     return [np.stack(hf)]
 
   def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    return gguf[0].shape[1:]
+    _, outputs, inputs = gguf[0].shape
+    return outputs, inputs
 
   def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
     return gguf[0][number, rows]
@@ -138,7 +143,10 @@ class Alternating:
     return [outputs_first[:, 0::2], outputs_first[:, 1::2]]
 
   def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    experts, outputs, *inputs = gguf[0].shape
+    gate, up = (part.shape for part in gguf)
+    if gate != up:
+      raise ValueError(f"gate has shape {gate} and up {up}; expected the same")
+    experts, outputs, *inputs = gate
     return (experts, *inputs, 2 * outputs)
 
   def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:

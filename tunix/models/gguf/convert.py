@@ -11,7 +11,7 @@ from tunix.models.gguf import rope
 from tunix.models.gguf.architectures import Architecture
 from tunix.models.gguf.changes import Change, Interleaved, Plain, Stacked
 from tunix.models.gguf.file import File
-from tunix.utils import optional
+from tunix.models.gguf.header import library
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _BIASED = "blk.0.attn_output.bias"
@@ -43,30 +43,40 @@ def config_of(architecture: Architecture, file: File) -> dict[str, Any]:
     ValueError: metadata are missing, have values of another kind, or describe a model
       that our families do not compute.
   """
+  _check_sizes(architecture, file)
   hf: dict[str, Any] = {"model_type": architecture.model_types[0]}
   for field, key in architecture.fields.items():
-    if key in file.metadata:
-      hf[field] = file.metadata[key]
-  layers, heads = file.whole("block_count"), file.whole("attention.head_count")
-  if "head_dim" not in hf:
-    hf["head_dim"] = file.whole("embedding_length") // max(heads, 1)
+    if (value := file.scalar(key)) is not None:
+      hf[field] = value
+  heads = file.whole("attention.head_count")
+  hf.setdefault("num_key_value_heads", heads)
+  hf.setdefault("head_dim", file.whole("embedding_length") // heads)
   if EMBEDDING not in file.shapes:
-    raise ValueError(f"tensor {EMBEDDING!r} is missing: use the file of a whole model")
+    raise ValueError(f"tensor {EMBEDDING!r} is missing. Use the file of a whole model")
   hf |= {
-    "num_hidden_layers": layers,
     "vocab_size": file.shapes[EMBEDDING][0],
     "tie_word_embeddings": HEAD not in file.shapes,
     "attention_bias": _BIASED in file.shapes,
   }
-  if "expert_count" not in architecture.fields.values() and file.whole(
-    "expert_count", 0
-  ):
-    raise ValueError(
-      f"expert_count is {file.metadata['expert_count']}; expected 0, since mixtures of "
-      f"architecture {architecture.name!r} are not supported. Use another model"
-    )
   hf |= architecture.fixed(hf)
   return hf | architecture.read(file, hf)
+
+
+def _check_sizes(architecture: Architecture, file: File) -> None:
+  """Refuses numbers of layers and experts that the file has no tensors for."""
+  layers, experts = file.whole("block_count"), file.whole("expert_count", 0)
+  if layers > len(file.shapes):
+    raise ValueError(
+      f"block_count is {layers}, and the file has {len(file.shapes)} tensors. Use "
+      "another file of this model"
+    )
+  known = "expert_count" in architecture.fields.values()
+  shape = file.shapes.get("blk.0.ffn_down_exps.weight", (0,))
+  if experts != (shape[0] if known else 0):
+    raise ValueError(
+      f"expert_count is {experts}; expected {shape[0] if known else 0} for the tensors "
+      f"of this file and the architecture {architecture.name!r}. Use another model"
+    )
 
 
 def metadata_of(architecture: Architecture, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,26 +118,34 @@ def links(architecture: Architecture, hf: Mapping[str, Any]) -> Iterator[Link]:
     ImportError: the package `gguf` is missing.
   """
   layers = hf["num_hidden_layers"]
-  library = optional.require("gguf", "a GGUF file", "'tunix[gguf]'")
-  enum = next(x for x, n in library.MODEL_ARCH_NAMES.items() if n == architecture.name)
-  table = library.get_tensor_name_map(enum, layers)
+  gguf_library = library()
+  enum = next(
+    x for x, n in gguf_library.MODEL_ARCH_NAMES.items() if n == architecture.name
+  )
+  # The library's table of one layer is enough: the other layers have the same names.
+  table = gguf_library.get_tensor_name_map(enum, 1)
   family = families.by_model_type(hf["model_type"])
   for key in dict.fromkeys(entry.key for entry in family.names.values()):
+    patterns = architecture.names.get(key) or _patterns(table, key)
+    if not patterns:
+      continue
     for i in range(layers) if "{i}" in key else (0,):
-      name = key.replace("{i}", str(i))
-      if key in architecture.names:
-        gguf = tuple(x.replace("{i}", str(i)) for x in architecture.names[key])
-      else:
-        stem, dot, end = name.replace(".{e}", "").rpartition(".")
-        if end not in ("weight", "bias"):
-          stem, dot, end = name, ".", "weight"
-        found = table.get_name(stem)
-        if found is None:
-          continue
-        gguf = (f"{found}{dot}{end}",)
+      name, *gguf = (x.replace("{i}", str(i)) for x in (key, *patterns))
       experts = range(_experts(hf)) if "{e}" in name else (0,)
       names = tuple(name.replace("{e}", str(e)) for e in experts)
-      yield Link(names, gguf, _change(architecture, name, hf))
+      yield Link(names, tuple(gguf), _change(architecture, name, hf))
+
+
+def _patterns(table: Any, key: str) -> tuple[str, ...]:
+  """Returns the library's name for a Hugging Face name; both have "{i}" for the layer.
+
+  The result is empty if the architecture has no such tensor.
+  """
+  stem, _, end = key.replace(".{e}", "").replace("{i}", "0").rpartition(".")
+  if end not in ("weight", "bias"):
+    stem, end = f"{stem}.{end}", "weight"
+  found = table.get_name(stem)
+  return (f"{found.replace('blk.0.', 'blk.{i}.')}.{end}",) if found else ()
 
 
 def _experts(hf: Mapping[str, Any]) -> int:

@@ -28,14 +28,21 @@ class File:
   floats: Callable[[str], np.ndarray | None]
 
   def whole(self, key: str, default: int | None = None) -> int:
-    """Returns a whole number >= 0.
+    """Returns a whole number >= 1, or >= 0 if 0 can mean that there is none.
 
     Raises:
       ValueError: the key is missing and has no default, or has another value.
     """
-    if default is not None and key not in self.metadata:
-      return default
-    return values.integer(self.metadata, key, checks.NOT_NEGATIVE)
+    if default is None:
+      return values.integer(self.metadata, key)
+    return values.integer(
+      {key: default} | dict(self.metadata), key, checks.NOT_NEGATIVE
+    )
+
+  def scalar(self, key: str) -> int | float | None:
+    """Returns a number > 0; None if it is absent or 0. Raises ValueError as `whole`."""
+    value = values.number(self.metadata, key, 0.0, checks.NOT_NEGATIVE)
+    return self.metadata[key] if value else None
 
   def number(self, key: str, default: float | None = None) -> float:
     """Returns a positive number. Raises ValueError as `whole` does."""
@@ -52,10 +59,10 @@ class File:
       ValueError: the key is missing, or has neither a number nor one for each layer.
     """
     value = self.metadata.get(key)
-    if not isinstance(value, list):
+    if not isinstance(value, np.ndarray):
       return [self.whole(key)] * layers
     if len(value) != layers:
       raise ValueError(
-        f"{key} has {len(value)} numbers; expected {layers}, one a layer"
+        f"{key} has {len(value)} numbers; expected {layers}, one for each layer"
       )
-    return [values.integer({key: x}, key, checks.NOT_NEGATIVE) for x in value]
+    return value.astype(np.int64).tolist()
