@@ -84,7 +84,7 @@ def files_of(metadata: Mapping[str, Any]) -> dict[str, str]:
   # chat template writes BOS.
   add_bos = model != "gemma4" and _get(metadata, KEY + "add_bos_token", bool, add_bos)
   if model == "llama" and KEY + "merges" not in metadata:
-    merges = _merges_of_scores(tokens, kinds, _numbers(metadata, "scores", tokens))
+    merges = _merges_of_scores(tokens, kinds, _numbers(metadata, "scores"))
   else:
     merges = [_pair(line) for line in _get(metadata, KEY + "merges", Sequence)]
   parts["model"]["vocab"] = {text: number for number, text in enumerate(tokens)}
@@ -158,13 +158,13 @@ def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None)
   return value
 
 
-def _numbers(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> Any:
+def _numbers(metadata: Mapping[str, Any], name: str) -> list[Any]:
   """Returns a list with one number for each token."""
-  values = list(metadata.get(KEY + name, ()))
-  if len(values) != len(tokens):
+  values, count = list(metadata.get(KEY + name, ())), len(metadata[KEY + "tokens"])
+  if len(values) != count:
     raise ValueError(
-      f"{KEY}{name} has {len(values)} entries; expected {len(tokens)}, one for each "
-      f"token. {_AGAIN}"
+      f"{KEY}{name} has {len(values)} entries; expected {count}, one for each token. "
+      f"{_AGAIN}"
     )
   return values
 
@@ -182,7 +182,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     raise ValueError(f"{KEY}tokens holds {twice[:80]!r} twice. {_AGAIN}")
   kinds = [int(Kind.NORMAL)] * len(tokens)
   if KEY + "token_type" in metadata:
-    kinds = [int(kind) for kind in _numbers(metadata, "token_type", tokens)]
+    kinds = [int(kind) for kind in _numbers(metadata, "token_type")]
   while tokens and kinds[-1] == Kind.UNUSED and tokens[-1] == f"[PAD{len(tokens) - 1}]":
     del tokens[-1], kinds[-1]
   return tokens, kinds
@@ -220,7 +220,7 @@ def _merges_of_scores(
 
   Tokens of other kinds are cut out of a text before, so that no pair makes them.
   """
-  listed = zip(tokens, kinds, scores, strict=True)
+  listed = zip(tokens, kinds, scores, strict=False)  # scores of unused tokens are left
   normal = {text: score for text, kind, score in listed if kind == Kind.NORMAL}
   ordered = sorted(normal, key=normal.__getitem__, reverse=True)
   return [pair for text in ordered for pair in splits(text, normal)]

@@ -79,12 +79,14 @@ def metadata_of(
   tokens = [texts.get(number, f"[PAD{number}]") for number in range(rows)]
   if "scores" in found:
     found["scores"] = [found["scores"].get(text, 0.0) for text in tokens]
+  ids = _ids(vocabulary, kinds, roles, eos_ids)
   found |= {
     "tokens": tokens,
     "token_type": [int(kinds.get(text, Kind.UNUSED)) for text in tokens],
-    "add_bos_token": add_bos,
+    # llama.cpp refuses a file that adds a token which it does not name.
+    "add_bos_token": add_bos and "bos_token_id" in ids,
     "add_eos_token": _adds_eos(tokenizer, roles),
-    **_ids(vocabulary, kinds, roles, eos_ids),
+    **ids,
   }
   return {KEY + key: value for key, value in found.items()} | _templates(chat_template)
 
@@ -166,13 +168,14 @@ def _ids(
   texts = {number: text for text, number in vocabulary.items()}
   # llama.cpp finds some tokens by their texts. The keys are for the other ones.
   is_found = lambda i: kinds[texts[i]] == Kind.CONTROL and texts[i] in END_TEXTS
-  others = {i: None for i in eos_ids if i in texts and i != keys.get("eos_token_id")}
-  others = sorted(others, key=is_found)
-  if len(others) > 2 and not is_found(others[2]):
+  known = keys.get("eos_token_id")
+  others = dict.fromkeys(
+    i for i in eos_ids if i in texts and i != known and not is_found(i)
+  )
+  if len(others) > 2:
     raise ValueError(
-      f"eos_token_id names {1 + len(others)} tokens; expected at most 3 for GGUF, or "
-      f"texts that llama.cpp knows, unlike {texts[others[2]]!r}. Shorten it in "
-      "generation_config.json"
+      f"{[texts[i] for i in others]} end an answer besides EOS; expected at most 2 for "
+      "GGUF. Shorten eos_token_id in generation_config.json"
     )
   return keys | dict(zip(ENDS[1:], others, strict=False))
 
