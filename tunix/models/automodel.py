@@ -24,8 +24,7 @@ from tunix.models.files import (
   tensor_files,
 )
 from tunix.models.files.stored_tensor import StoredTensor
-from tunix.models.gguf import tensors as gguf_tensors
-from tunix.models.gguf import folder as gguf_folder
+from tunix.models.gguf import folder as gguf_folder, tensors as gguf_tensors
 from tunix.models.quantization import QuantizationConfig
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.hf import values as hf_values
