@@ -14,6 +14,7 @@ from tunix.models import automodel
 from tunix.models.gguf import folder as gguf_folder
 
 KEY = tokenizer_test.KEY
+ENDS = ("<|im_end|>", "</think>")
 TEXT = "It's 2026 <|im_start|>now"
 
 
@@ -26,7 +27,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def metadata():
   made = tokenizer_test.trained("llama-bpe")
-  return tokenizer_test.keys_of(made, chat_template="{{ messages }}")
+  ends = [made.token_to_id(text) for text in ENDS]
+  return tokenizer_test.keys_of(made, eos_ids=ends, chat_template="{{ messages }}")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_a_file_is_a_folder_at_every_door(cache, file):
   made = tokenizer_test.trained("llama-bpe")
   assert by_file.encode(TEXT) == made.encode(TEXT, add_special_tokens=False).ids
   assert by_file.chat_template == "{{ messages }}"
-  assert by_file.eos_ids() == (made.token_to_id("<|im_end|>"),)
+  assert by_file.eos_ids() == tuple(made.token_to_id(text) for text in ENDS)
   assert not by_file.add_bos
 
 
@@ -59,9 +61,8 @@ def test_an_adapter_of_a_file_ends_answers_as_the_file_does(cache, file, tmp_pat
   (adapter / "adapter_config.json").write_text("{}")
   loaded = loading.load_tokenizer(str(file), str(adapter))
   assert loaded.encode(TEXT) == trained.encode(TEXT, add_special_tokens=False).ids
-  assert (
-    tokenizer_test.trained("llama-bpe").token_to_id("<|im_end|>") in loaded.eos_ids()
-  )
+  ids = [tokenizer_test.trained("llama-bpe").token_to_id(text) for text in ENDS]
+  assert {*ids} <= {*loaded.eos_ids()}
 
 
 def test_a_folder_with_one_file_and_a_file_of_another_name(cache, file):
