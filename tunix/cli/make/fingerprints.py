@@ -138,11 +138,11 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
 
   Args:
     tokenizer: the tokenizer.
-    source: folder or file that it was loaded from, or a hub id, whose files are left
-      out.
+    source: folder or file that it was loaded from; or a hub id or a GGUF file, whose
+      vocabulary is left out.
   """
   place = pathlib.Path(source).expanduser()
-  folder = place.parent if place.is_file() else place
+  folder = place.parent if place.name == "tokenizer.json" else place
   for names in _VOCABULARIES:
     files = [folder / name for name in names if (folder / name).is_file()]
     if files:
