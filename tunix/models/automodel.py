@@ -23,6 +23,8 @@ from tunix.models.files import (
   sums as file_sums,
   tensor_files,
 )
+from tunix.models.files.stored_tensor import StoredTensor
+from tunix.models.gguf import tensors as gguf_tensors
 from tunix.models.quantization import QuantizationConfig
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.hf import values as hf_values
@@ -94,7 +96,7 @@ class AutoModel:
     try:
       family = family or families.by_model_type(hf.get("model_type"))
       config = family.config_from_hf(stored_formats.plain(hf))
-      tensors = _canonical(tensor_files.open_folder(path), family)
+      tensors = _canonical(open_tensors(path), family)
       tensors = stored_formats.decoded(hf, tensors)
       tensors = fused_experts.join(tensors, family.names)
       stored = _stored_dtype(hf, family, tensors)
@@ -276,6 +278,19 @@ def resolve_folder(
       "or a hub id 'owner/name'"
     )
   return hub.download(str(name), _HUB_FILES, revision)
+
+
+def open_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
+  """Returns the tensors of a model folder by their Hugging Face names.
+
+  Raises:
+    FileNotFoundError, ValueError: see `tensor_files.open_folder`,
+      `gguf.tensors.open_file`.
+  """
+  file = folder / gguf_tensors.NAME
+  if file.exists():
+    return gguf_tensors.open_file(file)
+  return tensor_files.open_folder(folder)
 
 
 def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
