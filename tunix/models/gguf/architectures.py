@@ -50,8 +50,8 @@ class Architecture:
     interleaved: True if the rows of queries and keys are stored as in
       `changes.Interleaved`.
     norm_offset: number that is added to the scales of all norms.
-    names: Hugging Face name -> GGUF names of tensors that the library's table does not
-      have. "{i}" stands for the layer.
+    names: Hugging Face name -> GGUF names, where the library's table has another one.
+      "{i}" stands for the layer; () means that there is no such tensor.
     changes: end of a Hugging Face name -> change of the tensor, if it is no other one.
     read: returns further fields of `config.json`, given the fields so far.
     write: returns further metadata of a `config.json`.
@@ -184,6 +184,8 @@ def _read_gemma4(file: File, hf: Json) -> Json:
   types = _windows(file, hf, 6)["layer_types"]
   full = [i for i in range(count) if types[i] == "full_attention"] or [count - 1]
   sliding = [i for i in range(count) if i not in full] or full
+  shared = file.whole("attention.shared_kv_layers", 0)
+  own = [i for i in full if i < count - shared]  # with keys and values of their own
   heads = file.by_layer("attention.head_count_kv", count)
   widths = file.by_layer("feed_forward_length", count)
   inputs = file.whole("embedding_length_per_layer_input", 0)
@@ -195,10 +197,10 @@ def _read_gemma4(file: File, hf: Json) -> Json:
     "num_global_key_value_heads": heads[full[-1]],
     "head_dim": file.whole("attention.key_length_swa"),
     "global_head_dim": file.whole(_KEY),
-    "attention_k_eq_v": f"blk.{full[-1]}.attn_v.weight" not in file.shapes,
+    "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in file.shapes for i in own),
     "intermediate_size": widths[0],
     "use_double_wide_mlp": widths[-1] != widths[0],
-    "num_kv_shared_layers": file.whole("attention.shared_kv_layers", 0),
+    "num_kv_shared_layers": shared,
     "hidden_size_per_layer_input": inputs,
     "vocab_size_per_layer_input": table[0],
     "enable_moe_block": experts > 0,
@@ -331,6 +333,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     Architecture(
       name="phi3",
       model_types=("phi3",),
+      # The library's name of both kinds of layers; these layers have gate and up fused.
+      names={"model.layers.{i}.mlp.up_proj.weight": ()},
       read=_read_phi,
       write=_write_phi,
     ),

@@ -126,8 +126,8 @@ def links(architecture: Architecture, hf: Mapping[str, Any]) -> Iterator[Link]:
   table = gguf_library.get_tensor_name_map(enum, 1)
   family = families.by_model_type(hf["model_type"])
   for key in dict.fromkeys(entry.key for entry in family.names.values()):
-    patterns = architecture.names.get(key) or _patterns(table, key)
-    if not patterns:
+    patterns = architecture.names.get(key, _patterns(table, key))
+    if not patterns or ("{e}" in key and not _experts(hf)):
       continue
     for i in range(layers) if "{i}" in key else (0,):
       name, *gguf = (x.replace("{i}", str(i)) for x in (key, *patterns))

@@ -88,13 +88,23 @@ def _read_longrope(file: File) -> dict[str, Any]:
       raise ValueError(f"tensor {name!r} is missing: use another file of this model")
     tables[field] = table.tolist()
   original = _original(file)
-  return {
-    "rope_type": "longrope",
+  scaled = {
     "original_max_position_embeddings": original,
     "factor": max(1.0, file.whole("context_length") / original),
-    "attention_factor": file.number("rope.scaling.attn_factor", 1.0),
-    **tables,
   }
+  attention = file.number("rope.scaling.attn_factor", 1.0)
+  default = length_factor(
+    RopeConfig(
+      scaling="longrope",
+      factor=scaled["factor"],
+      original_max_position=original,
+      short_factors=(1.0,),
+      long_factors=(1.0,),
+    )
+  )
+  if not math.isclose(attention, default, rel_tol=1e-6):
+    scaled["attention_factor"] = attention
+  return {"rope_type": "longrope", **scaled, **tables}
 
 
 def _original(file: File) -> int:
@@ -105,7 +115,10 @@ def _read_table(table: np.ndarray, theta: float) -> dict[str, Any]:
   """Returns the settings that a table of divisors comes from."""
   skipped = table >= _SKIPPED / 2
   if skipped.any():
-    share = 1 - float(skipped.mean())
+    turning, pairs = int((~skipped).sum()), len(table)
+    share = turning / pairs
+    if int(share * 2 * pairs // 2) < turning:  # as `frequencies` counts them
+      share = (turning + 0.5) / pairs
     return {"rope_type": "proportional", "partial_rotary_factor": share}
   llama3 = {
     "rope_type": "llama3",
