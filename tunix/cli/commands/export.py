@@ -267,13 +267,15 @@ def _locate(args: argparse.Namespace) -> tuple[RunFolder | str, int | None]:
   if args.run is not None:
     run = RunFolder(pathlib.Path(args.run))
     return run, best_step(run) if args.best else args.step
-  given, name = ("--model", args.model) if args.model else ("--checkpoint", None)
-  path = pathlib.Path(name or args.checkpoint).absolute()
+  flag, given = "--checkpoint", args.checkpoint
+  if args.model is not None:
+    flag, given = "--model", args.model
   if args.step is not None or args.best:
-    flag = "--best" if args.best else "--step"
-    raise ValueError(f"{given} is {path}, which is one step; omit {flag}")
-  if name is not None:
-    return name, None
+    other = "--best" if args.best else "--step"
+    raise ValueError(f"{flag} is {given}, which is one step; omit {other}")
+  if args.model is not None:
+    return args.model, None
+  path = pathlib.Path(given).absolute()
   if not path.is_dir() or not path.name.isdigit():
     raise FileNotFoundError(
       f"--checkpoint is {path}, which is no checkpoint; give "

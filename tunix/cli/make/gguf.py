@@ -15,7 +15,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.files import tensor_files
 from tunix.models.gguf import (
   tensors as gguf_tensors,
-  tokenizer as gguf_tokenizer,
+  tokenizer_keys,
   writer,
 )
 from tunix.models.transformer.model import Transformer
@@ -103,7 +103,7 @@ def _metadata(tokenizer: TokenizerAdapter, rows: int) -> dict[str, Any]:
         "tokenizer.json. Set tokenizer.path to a folder that has it"
       )
     content = json.loads(files.tokenizer_json.read_text(encoding="utf-8"))
-  return gguf_tokenizer.metadata_of(
+  return tokenizer_keys.metadata_of(
     content,
     roles=files.tokens,
     eos_ids=tokenizer.eos_ids(),
