@@ -24,7 +24,7 @@ from tunix.models.files import (
   tensor_files,
 )
 from tunix.models.files.stored_tensor import StoredTensor
-from tunix.models.gguf import tensors as gguf_tensors
+from tunix.models.gguf import folder as gguf_folder, tensors as gguf_tensors
 from tunix.models.quantization import QuantizationConfig
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.hf import values as hf_values
@@ -254,14 +254,20 @@ def resolve_folder(
 ) -> pathlib.Path:
   """Returns the local folder of a model: `name` itself, or the download of a hub id.
 
+  A GGUF file has a folder in the user's cache, see `gguf.folder`.
+
   Args:
-    name: a folder, or a hub id "owner/name".
-    revision: a commit, tag or branch of a hub id; None for the newest commit.
+    name: a folder, a hub id "owner/name", or a GGUF file, here or at the hub
+      ("owner/name/FILE.gguf").
+    revision: a commit, tag or branch at the hub; None for the newest commit.
 
   Raises:
-    FileNotFoundError: `name` is neither a folder nor a hub id, or the download failed.
-    ValueError: a folder was given a revision.
+    FileNotFoundError: `name` is none of these, or the download failed.
+    ImportError, ValueError: a folder or a file was given a revision, or see
+      `gguf.folder.resolve`.
   """
+  if (made := gguf_folder.resolve(name, revision)) is not None:
+    return made
   path = pathlib.Path(name).expanduser()
   if path.is_dir():
     if revision is not None:
@@ -271,7 +277,9 @@ def resolve_folder(
       )
     return path
   if path.exists():
-    raise FileNotFoundError(f"{path} is a file: give the folder that holds config.json")
+    raise FileNotFoundError(
+      f"{path} is a file: give the folder that holds config.json, or a GGUF file"
+    )
   if not hub.is_id(str(name)):
     raise FileNotFoundError(
       f"there is no folder {path}: give a folder with config.json and *.safetensors, "

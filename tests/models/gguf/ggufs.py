@@ -1,8 +1,6 @@
 """GGUF files of the golden folders, written by the package `gguf`."""
 
 import json
-import pathlib
-import struct
 
 import gguf
 import numpy as np
@@ -36,6 +34,33 @@ def source(name, **fields):
   family = families.by_model_type(hf["model_type"])
   config = family.config_from_hf(hf | FIXED.get(name, {}) | fields)
   return family.config_to_hf(config), checkpoints.tensors(checkpoints.GOLDEN / name)
+
+
+def llama():
+  """A Llama of one layer, whose rows fill blocks of quantized numbers."""
+  dim, heads, hidden, vocab = 64, 4, 96, 48
+  sizes = {"q": dim, "k": dim // 2, "v": dim // 2, "o": dim}
+  shapes = {f"self_attn.{x}_proj": (n, dim) for x, n in sizes.items()}
+  shapes |= {f"mlp.{x}_proj": (hidden, dim) for x in ("gate", "up")}
+  shapes |= {"mlp.down_proj": (dim, hidden)}
+  shapes |= {f"{x}_layernorm": (dim,) for x in ("input", "post_attention")}
+  named = {f"model.layers.0.{key}.weight": shape for key, shape in shapes.items()}
+  named |= {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,)}
+  hf = {
+    "model_type": "llama",
+    "vocab_size": vocab,
+    "hidden_size": dim,
+    "intermediate_size": hidden,
+    "num_hidden_layers": 1,
+    "num_attention_heads": heads,
+    "num_key_value_heads": heads // 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+  }
+  family = families.by_model_type("llama")
+  rng = np.random.default_rng(0)
+  arrays = {k: rng.standard_normal(n).astype(np.float32) for k, n in named.items()}
+  return family.config_to_hf(family.config_from_hf(hf)), arrays
 
 
 def write(path, hf, tensors, kind=gguf.GGMLQuantizationType.F32, **metadata):

@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import (
   AddedToken,
   Regex,
+  decoders,
   models,
   normalizers,
   pre_tokenizers,
@@ -97,7 +98,7 @@ def trained(name):
   made = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
   if normalizer is not None:
     made.normalizer = normalizer
-  made.pre_tokenizer, made.decoder = cuts, tokenizers.decoders.ByteLevel()
+  made.pre_tokenizer, made.decoder = cuts, decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=600,
     special_tokens=SPECIALS,
@@ -147,49 +148,50 @@ def test_a_tokenizer_over_bytes_comes_back(name):
   check_equal(trained(name), read_back(metadata))
 
 
-def characters(*changes, fallback=True):
-  """A tokenizer over characters, trained with spaces written as ▁."""
+@functools.cache
+def over_characters(*, prefix=False, all_pairs=True):
+  """A small tokenizer over characters, with spaces written as ▁.
+
+  Args:
+    prefix: it puts a space before a text.
+    all_pairs: every pair that makes a token is a merge, as in SentencePiece's files.
+  """
   made = tokenizers.Tokenizer(
-    models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=fallback)
+    models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
   )
+  changes = [normalizers.Prepend("▁")] if prefix else []
   made.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", "▁")])
-  made.decoder = tokenizers.decoders.Sequence(
+  made.decoder = decoders.Sequence(
     [
-      tokenizers.decoders.Replace("▁", " "),
-      tokenizers.decoders.ByteFallback(),
-      tokenizers.decoders.Fuse(),
-      *([tokenizers.decoders.Strip(" ", 1, 0)] if changes else []),
+      *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+      *([decoders.Strip(" ", 1, 0)] if prefix else []),
     ]
   )
+  letters = [f"<0x{i:02X}>" for i in range(256)]
   trainer = trainers.BpeTrainer(
     vocab_size=900,
     limit_alphabet=300,
-    special_tokens=["<unk>", *SPECIALS, *(f"<0x{i:02X}>" for i in range(256))],
+    special_tokens=["<unk>", *SPECIALS, *letters],
     show_progress=False,
   )
-  lines = [line for text in script_texts.texts(80, seed=1) for line in text.split("\n")]
-  made.train_from_iterator(lines, trainer)
+  texts = script_texts.texts(80, seed=1)
+  # Whole texts would take long: each is one word here.
+  made.train_from_iterator([f" {x}" for text in texts for x in text.split()], trainer)
   known = json.loads(made.to_str())
-  # The trainer makes all of them special; in published files the bytes are normal.
-  known["added_tokens"] = [
-    item for item in known["added_tokens"] if not item["content"].startswith("<0x")
-  ]
-  return known
-
-
-def with_all_pairs(known):
-  """The same vocabulary with all pairs of each token, as SentencePiece's files have."""
-  texts = [left + right for left, right in known["model"]["merges"]]
-  merges = [
-    pair for t in texts for pair in gguf_tokenizer.splits(t, known["model"]["vocab"])
-  ]
-  return {**known, "model": {**known["model"], "merges": merges}}
+  # The trainer adds the bytes; in published files they are plain tokens.
+  added = [item for item in known["added_tokens"] if item["content"] not in letters]
+  known["added_tokens"] = added
+  if all_pairs:
+    made_by = ["".join(pair) for pair in known["model"]["merges"]]
+    vocab = known["model"]["vocab"]
+    merges = [pair for text in made_by for pair in gguf_tokenizer.splits(text, vocab)]
+    known["model"]["merges"] = merges
+  return tokenizers.Tokenizer.from_str(json.dumps(known))
 
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_a_tokenizer_over_characters_comes_back_by_its_scores(prefix):
-  known = with_all_pairs(characters(*([normalizers.Prepend("▁")] if prefix else [])))
-  made = tokenizers.Tokenizer.from_str(json.dumps(known))
+  made = over_characters(prefix=prefix)
   metadata = keys_of(made)
   assert metadata[KEY + "model"] == "llama" and KEY + "merges" not in metadata
   assert metadata[KEY + "add_space_prefix"] is prefix
@@ -199,7 +201,7 @@ def test_a_tokenizer_over_characters_comes_back_by_its_scores(prefix):
 
 
 def test_merges_are_stored_where_scores_do_not_give_them():
-  made = tokenizers.Tokenizer.from_str(json.dumps(characters()))
+  made = over_characters(all_pairs=False)
   metadata = keys_of(made)
   assert metadata[KEY + "model"] == "gemma4"
   check_equal(made, read_back(metadata))

@@ -110,6 +110,18 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
   return tensors
 
 
+def as_bytes(file: pathlib.Path) -> dict[str, StoredTensor]:
+  """Returns the tensors of a file by their GGUF names, as the bytes that are stored.
+
+  Raises:
+    ImportError, ValueError: see `header.read`.
+  """
+  return {
+    name: StoredTensor(name, file, np.dtype(np.uint8), (info.nbytes,), info.offset)
+    for name, info in headers.read(file).tensors.items()
+  }
+
+
 def architecture_of(header: Header) -> architectures.Architecture:
   """Returns the architecture of a file of a whole model.
 
