@@ -46,24 +46,38 @@ def go_template(tokenizer: TokenizerAdapter) -> str | None:
   plain = _between(tokenizer, turns)
   if plain is None:
     return None
-  first, to_answer, to_user, end = plain
-  begin = f"{{{{ $before := {_quoted(first)} }}}}"
-  cases = [
-    f'{{{{ if eq .Role "user" }}}}{{{{ $before }}}}{{{{ .Content }}}}'
-    f"{{{{ {_quoted(to_answer)} }}}}{{{{ $before = {_quoted(to_user)} }}}}",
+  to_answer, end = _literal(plain[1]), _literal(plain[3])
+  if to_answer != end:
+    is_last = "{{ if eq (len (slice $.Messages $i)) 1 }}"
+    to_answer = f"{is_last}{end}{{{{ else }}}}{to_answer}{{{{ end }}}}"
+  parts = [
+    _set(":=", plain[0]),
+    "{{ range $i, $message := .Messages }}",
+    '{{ if eq .Role "user" }}{{ $before }}{{ .Content }}',
+    to_answer,
+    _set("=", plain[2]),
     '{{ else if eq .Role "assistant" }}{{ .Content }}',
   ]
   system = _between(tokenizer, [("system", _SYSTEM), *turns])
   if system is not None and system[2:] == plain[1:]:
-    cases.append(
-      f'{{{{ else if eq .Role "system" }}}}{{{{ {_quoted(system[0])} }}}}'
-      f"{{{{ .Content }}}}{{{{ $before = {_quoted(system[1])} }}}}"
-    )
-  template = (
-    f"{begin}{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}{{{{ end }}}}"
-  )
-  # The text after a question is the same whether an answer follows or is to be written.
-  return template if to_answer == end and '"""' not in template else None
+    parts += [
+      '{{ else if eq .Role "system" }}',
+      _literal(system[0]),
+      "{{ .Content }}",
+      _set("=", system[1]),
+    ]
+  template = "".join([*parts, "{{ end }}", "{{ end }}"])
+  return None if '"""' in template else template
+
+
+def _set(sign: str, text: str) -> str:
+  """Returns the action that sets the text before the next question."""
+  return f"{{{{ $before {sign} {_quoted(text)} }}}}"
+
+
+def _literal(text: str) -> str:
+  """Returns the action that writes a text."""
+  return f"{{{{ {_quoted(text)} }}}}"
 
 
 def _between(
