@@ -205,3 +205,175 @@ def test_merges_are_stored_where_scores_do_not_give_them():
   metadata = keys_of(made)
   assert metadata[KEY + "model"] == "gemma4"
   check_equal(made, read_back(metadata))
+
+
+def test_tokens_that_end_an_answer():
+  made = trained("gpt-2")
+  odd, think = made.token_to_id("<s>"), made.token_to_id("<think>")
+  metadata = keys_of(made, eos_ids=[made.token_to_id("<|im_end|>"), odd, think])
+  assert (metadata[KEY + "eot_token_id"], metadata[KEY + "eom_token_id"]) == (
+    odd,
+    think,
+  )
+  config = gguf_tokenizer.generation_config(metadata)
+  assert config["eos_token_id"] == [made.token_to_id("<|im_end|>"), odd, think]
+  with pytest.raises(ValueError, match=r"\['<s>', '<think>', '!'\] end an answer"):
+    keys_of(made, eos_ids=[odd, think, made.token_to_id("!")])
+
+
+@pytest.mark.parametrize(
+  ("control", "ends"),
+  [
+    (["<|end|>", "<|user|>"], ["<|end|>"]),
+    (["<|return|>", "<|call|>", "<|end|>"], ["<|return|>", "<|call|>"]),
+    (["<eos>", "</s>", "<turn|>"], ["<eos>", "</s>", "<turn|>"]),
+    (["<eos>", "</s>", "<|tool_response>"], ["<eos>", "<|tool_response>"]),
+  ],
+)
+def test_tokens_that_end_an_answer_are_found_by_their_texts(control, ends):
+  tokens = ["a", "<|eot_id|>", *control]  # the second is no control token
+  metadata = {KEY + "tokens": tokens, KEY + "token_type": [1, 1, *[3] * len(control)]}
+  found = gguf_tokenizer.generation_config(metadata)
+  assert [tokens[i] for i in found["eos_token_id"]] == ends
+
+
+def test_special_tokens_around_a_text():
+  made = trained("gpt-2")
+  metadata = keys_of(made, add_bos=True) | {KEY + "add_eos_token": True}
+  ids = read_back(metadata).encode("a").ids
+  assert ids == [0, made.token_to_id("a"), 1]
+  config = json.loads(gguf_tokenizer.files_of(metadata)["tokenizer_config.json"])
+  assert config["add_bos_token"] and config["eos_token"] == "<|im_end|>"
+  again = json.loads(gguf_tokenizer.files_of(metadata)["tokenizer.json"])
+  options = {"eos_ids": [], "chat_template": None, "add_bos": True, "rows": 602}
+  roles = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+  assert metadata_of(again, roles=roles, **options)[KEY + "add_eos_token"]
+  # llama.cpp refuses a file that adds a token which it does not name.
+  assert not metadata_of(again, roles={}, **options)[KEY + "add_bos_token"]
+
+
+def test_templates_by_name():
+  templates = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+  metadata = keys_of(trained("gpt-2"), chat_template=templates)
+  assert metadata["tokenizer.chat_templates"] == ["tool_use"]
+  files = gguf_tokenizer.files_of(metadata | {"tokenizer.chat_template.../x": "no"})
+  assert {name: files[name] for name in files if name.endswith("jinja")} == {
+    "chat_template.jinja": "{{ 1 }}",
+    "additional_chat_templates/tool_use.jinja": "{{ 2 }}",
+  }
+
+
+def test_runs_of_spaces_are_cut_out_as_llama_cpp_does():
+  """Gemma's files list them as tokens with plain spaces."""
+  metadata = dict(keys_of(over_characters()))
+  tokens, kinds = [*metadata[KEY + "tokens"]], [*metadata[KEY + "token_type"]]
+  tokens[-2:], kinds[-2:] = ["   ", "  "], [Kind.USER_DEFINED] * 2
+  made = read_back(metadata | {KEY + "tokens": tokens, KEY + "token_type": kinds})
+  assert made.encode("a" + " " * 6 + "b").tokens == ["a", "   ", "   ", "b"]
+  assert made.encode("a" + " " * 5 + "b").tokens == ["a", "   ", "  ", "b"]
+
+
+@pytest.mark.parametrize(
+  ("architecture", "name", "rstrip"),
+  [("phi3", "x", True), ("llama", "Phi-3 mini", True), ("llama", "x", False)],
+)
+def test_special_tokens_of_phi3_take_the_spaces_after_them(architecture, name, rstrip):
+  metadata = keys_of(over_characters()) | {
+    "general.architecture": architecture,
+    "general.name": name,
+  }
+  added = json.loads(gguf_tokenizer.files_of(metadata)["tokenizer.json"])[
+    "added_tokens"
+  ]
+  taking = {item["content"]: item["rstrip"] for item in added}
+  assert taking == {"<unk>": False, "<s>": False} | dict.fromkeys(SPECIALS[1:], rstrip)
+
+
+REFUSED_FILES = (
+  ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; expected gpt2, llama or gemma4"),
+  ({"model": None}, "tokenizer.ggml.model is missing; expected type str"),
+  ({"pre": None}, "tokenizer.ggml.pre is None; expected chatglm-bpe"),
+  ({"tokens": 3}, "tokenizer.ggml.tokens is of type int; expected type Sequence"),
+  ({"tokens": ["a", "a"]}, "tokenizer.ggml.tokens holds 'a' twice"),
+  ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries; expected 607"),
+  ({"merges": None}, "tokenizer.ggml.merges is missing"),
+  ({"merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'; expected two parts"),
+  ({"eos_token_id": 9999}, "eos_token_id is 9999; expected an id below 602"),
+  ({"bos_token_id": -1}, "bos_token_id is -1; expected an id below 602"),
+  ({"add_bos_token": 1}, "add_bos_token is of type int; expected type bool"),
+  ({"model": "llama", "merges": None}, "tokenizer.ggml.scores has 0 entries"),
+)
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED_FILES)
+def test_damaged_and_unknown_metadata_are_refused(changes, says):
+  metadata = dict(keys_of(trained("gpt-2")))
+  for key, value in changes.items():
+    metadata.pop(KEY + key, None)
+    metadata |= {} if value is None else {KEY + key: value}
+  with pytest.raises(ValueError) as caught:
+    gguf_tokenizer.files_of(metadata)
+  assert says in str(caught.value)
+
+
+def changed(made, **parts):
+  return {**json.loads(made.to_str()), **parts}
+
+
+REFUSED_TOKENIZERS = (
+  ({"model": {"type": "Unigram", "vocab": []}}, "of type Unigram; expected BPE"),
+  (
+    {"normalizer": {"type": "Lowercase"}},
+    "normalizes with ['Lowercase']; expected NFC",
+  ),
+  (
+    {"pre_tokenizer": json.loads(bytes_after(isolated("x+")).__getstate__())},
+    "cuts texts with ('x+',), which is none of llama.cpp's pre-tokenizers",
+  ),
+  (
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+    "which llama.cpp does not have",
+  ),
+  ({"pre_tokenizer": {"type": "Whitespace"}}, "changes texts with ['Whitespace']"),
+)
+
+
+@pytest.mark.parametrize(("parts", "says"), REFUSED_TOKENIZERS)
+def test_tokenizers_that_llama_cpp_lacks_are_refused(parts, says):
+  with pytest.raises(ValueError) as caught:
+    metadata_of(
+      changed(trained("gpt-2"), **parts),
+      roles={},
+      eos_ids=[],
+      chat_template=None,
+      add_bos=False,
+      rows=10,
+    )
+  assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("scheme", "template", "prefix"),
+  [
+    ("never", None, False),
+    ("always", "x", True),
+    ("first", None, True),
+    ("first", "x", False),
+  ],
+)
+def test_spaces_before_a_text_by_metaspace(scheme, template, prefix):
+  cuts = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}
+  metadata = metadata_of(
+    changed(over_characters(), normalizer=None, pre_tokenizer=cuts | {"split": False}),
+    roles={},
+    eos_ids=[],
+    chat_template=template,
+    add_bos=False,
+    rows=900,
+  )
+  assert metadata[KEY + "add_space_prefix"] is prefix
+
+
+def test_merges_with_a_space_before_texts_are_refused():
+  with pytest.raises(ValueError, match="merges that scores cannot express"):
+    keys_of(over_characters(prefix=True, all_pairs=False))

@@ -100,8 +100,8 @@ _SPELLINGS = (
 )
 
 
-def by_name(name: str) -> PreTokenizer:
-  """Returns the pre-tokenizer of that name.
+def by_name(name: Any) -> PreTokenizer:
+  """Returns the pre-tokenizer with the name that a file holds; None if it holds none.
 
   Raises:
     ValueError: the name is not in the table.

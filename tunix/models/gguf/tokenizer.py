@@ -69,7 +69,7 @@ def files_of(metadata: Mapping[str, Any]) -> dict[str, str]:
   texts = {role: tokens[ids[key]] for key, role in ROLES.items() if key in ids}
   add_eos = _get(metadata, KEY + "add_eos_token", bool, False)
   if model == "gpt2":
-    pre = pre_tokenizers.by_name(_get(metadata, KEY + "pre", str, "missing"))
+    pre = pre_tokenizers.by_name(metadata.get(KEY + "pre"))
     add_bos, parts = pre.add_bos, _byte_level(pre)
   elif model in ("llama", "gemma4"):
     add_bos = model == "llama"
@@ -153,8 +153,8 @@ def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None)
   """
   value = metadata.get(key, default)
   if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-    shown = "missing" if value is None else f"a {type(value).__name__}"
-    raise ValueError(f"{key} is {shown}; expected a {kind.__name__}. {_AGAIN}")
+    shown = "missing" if value is None else f"of type {type(value).__name__}"
+    raise ValueError(f"{key} is {shown}; expected type {kind.__name__}. {_AGAIN}")
   return value
 
 
