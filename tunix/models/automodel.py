@@ -238,8 +238,8 @@ def sizes_of(
     FileNotFoundError, ValueError: see `config_of_folder`.
   """
   path = pathlib.Path(name).expanduser()
-  is_local = path.exists() or hub.is_cached(str(name), "config.json", revision)
-  if is_local or not hub.is_id(str(name)):
+  is_id = hub.is_id(str(name))  # else a folder, or a GGUF file here or at the hub
+  if not is_id or path.exists() or hub.is_cached(str(name), "config.json", revision):
     return config_of_folder(name, revision)
   try:
     preset = naming.ModelNaming(model_id=str(name)).model_config_id

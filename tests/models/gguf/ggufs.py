@@ -26,6 +26,8 @@ FIXED = {
   "smollm3": {"no_rope_layers": [1, 1, 1]},
   "mistral": {"sliding_window": None},
 }
+# Rows of 256 numbers, the blocks of K-quants; see golden/make_k_quants.py.
+K_SIZES = {"dim": 256, "hidden": 32, "heads": 1, "head_dim": 32}
 
 
 def source(name, **fields):
@@ -36,11 +38,11 @@ def source(name, **fields):
   return family.config_to_hf(config), checkpoints.tensors(checkpoints.GOLDEN / name)
 
 
-def llama():
+def llama(dim=64, hidden=96, heads=4, head_dim=16):
   """A Llama of one layer, whose rows fill blocks of quantized numbers."""
-  dim, heads, hidden, vocab = 64, 4, 96, 48
-  sizes = {"q": dim, "k": dim // 2, "v": dim // 2, "o": dim}
-  shapes = {f"self_attn.{x}_proj": (n, dim) for x, n in sizes.items()}
+  vocab, width = 48, heads * head_dim
+  shapes = {f"self_attn.{x}_proj": (width, dim) for x in ("q", "k", "v")}
+  shapes |= {"self_attn.o_proj": (dim, width)}
   shapes |= {f"mlp.{x}_proj": (hidden, dim) for x in ("gate", "up")}
   shapes |= {"mlp.down_proj": (dim, hidden)}
   shapes |= {f"{x}_layernorm": (dim,) for x in ("input", "post_attention")}
@@ -53,7 +55,7 @@ def llama():
     "intermediate_size": hidden,
     "num_hidden_layers": 1,
     "num_attention_heads": heads,
-    "num_key_value_heads": heads // 2,
+    "head_dim": head_dim,
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
   }

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.models import checkpoints
 from tests.models.gguf import ggufs
 from tunix.models import families
 from tunix.models.gguf import changes, header, tensors
@@ -117,3 +118,18 @@ def test_slices_are_those_of_the_library(kind, tmp_path):
   queries = "model.layers.0.self_attn.q_proj.weight"
   np.testing.assert_allclose(whole(got[queries]), arrays[queries], atol=0.3)
   assert tensors.config_json(header.read(file))["dtype"] == "bfloat16"
+
+
+# Largest error of random weights, relative to their norm.
+ERRORS = {"F32": 0, "Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.04, "Q5_1": 0.04}
+ERRORS |= {"Q5_0": 0.05, "Q4_K": 0.08, "Q4_0": 0.09, "Q3_K": 0.16, "Q2_K": 0.3}
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q4_k_m", "q5_k_m"])
+def test_k_quants_of_llama_cpp_are_near_the_weights(name):
+  _, want = ggufs.llama(**ggufs.K_SIZES)
+  got = tensors.open_file(checkpoints.GOLDEN / "gguf" / f"{name}.gguf")
+  assert got.keys() == want.keys()
+  for key, tensor in got.items():
+    kind = tensor.stored[0].kind.name
+    assert checkpoints.relative(whole(tensor), want[key]) <= ERRORS[kind], (key, kind)
