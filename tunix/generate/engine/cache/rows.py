@@ -190,7 +190,7 @@ class Store:
     rows_k, rows_v: one array per layer, see `RowLayer`.
     pages_k: keys [P, K, 1, H, page], one array per layer.
     pages_v: values [P, K, H / E, page, E], one array per layer.
-    groups: group of each layer, see host/layer_groups.py.
+    groups: group of each layer, see scheduling/layer_groups.py.
   """
 
   rows_k: tuple[jax.Array, ...]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tunix.generate.engine.host import pages as pages_lib
-from tunix.generate.engine.host.pages import PagePool
+from tunix.generate.engine.scheduling import pages as pages_lib
+from tunix.generate.engine.scheduling.pages import PagePool
 
 SIZE = 6  # pages of the pool in most tests
 

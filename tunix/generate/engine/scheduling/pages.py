@@ -1,4 +1,4 @@
-"""The pages of the key-value cache and the prefix cache, as the host counts them.
+"""The prefix cache and the pages of the key-value cache, as the host counts them.
 
 A page holds the keys and values of `page_tokens` consecutive tokens of one prefix, in
 all layers. A full page has a digest: a hash of its tokens and of the digest of the page

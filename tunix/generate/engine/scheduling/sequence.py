@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from tunix.generate.engine.host.text import TextReader
 from tunix.generate.engine.request import EngineRequest, Matcher, RequestError, Ticket
+from tunix.generate.engine.scheduling.text import TextReader
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,7 +30,7 @@ class Sequence:
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
     filters: filters that can exclude a token, by name.
-    uses: flags of `choice.Rules` that it needs.
+    uses: flags of `token_sampling.Rules` that it needs.
     adapter: number of its adapter, see `AdapterBank.index`; 0: none.
     matcher: state of its constraint, or None.
     scores: log-probs of the prompt's tokens so far, if they are asked for.

@@ -6,7 +6,7 @@ from flax import nnx
 from tests import toys
 from tunix.models import lora
 from tunix.rl.weights import placement, reshard
-from tunix.rl.weights.weight_sync import (
+from tunix.rl.weights.policy_version import (
   PolicyVersion,
   UnknownWeightsError,
   WeightSync,

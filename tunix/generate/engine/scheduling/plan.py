@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-  """A completion that draws its first token with the leader that prefilled for it.
+  """A follower that draws its first token from the prefill of its leader.
 
   Attributes:
-    leader, follower: the two completions.
-    copied: the leader's last page of each group of layers, if the prompt fills it in
-      part; the follower's own page becomes a copy of it. Else ().
+    leader, follower: the two completions, which have the same prompt.
+    copied: the leader's last page of each group of layers, if the prompt fills it only
+      partly; the follower gets a copy of this page. Otherwise ().
   """
 
   leader: Sequence
@@ -43,10 +43,10 @@ class Plan:
   """The work of one launch.
 
   Attributes:
-    loads: completions that are new in their slots, which are filled from their pages.
-    copies: pages that are copied before: (from, to) for each group of layers.
+    loads: completions that are new in their slots; their pages fill the slots.
+    copies: pages that are copied before the rounds, (from, to) of each group of layers.
     rounds: blocks of each round that prefills.
-    decode_rounds: number of rounds after them, which only decode.
+    decode_rounds: number of rounds after `rounds`; these only decode.
     forks: first tokens that are drawn for followers.
   """
 
@@ -72,7 +72,7 @@ def rounds_of(
   Args:
     sequences: the running completions, earliest rank first.
     config: sizes of the engine.
-    most: largest number of rounds; the blocks behind them wait for the next launch.
+    most: largest number of rounds; further blocks wait for the next launch.
     most_blocks: largest number of blocks; None for no limit.
   """
   size = config.page_tokens
@@ -84,8 +84,8 @@ def rounds_of(
   ][:most_blocks]
   out = []
   while blocks and len(out) < most:
-    # The largest round that is full. What is left rides on smaller rounds: they decode
-    # as well, and would be run anyway.
+    # Takes the largest size of a round that the blocks fill. The rest goes into smaller
+    # rounds. They cost little, because each also decodes and would run anyway.
     counts = config.block_counts
     count = max((n for n in counts if n <= len(blocks)), default=counts[0])
     out.append(blocks[:count])

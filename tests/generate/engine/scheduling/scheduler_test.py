@@ -6,8 +6,8 @@ import pytest
 from tests import toys
 from tests.generate.engine import host_device
 from tests.generate.engine.host_device import HostEngine
-from tunix.generate.engine.host import layer_groups
 from tunix.generate.engine.request import EngineDead, EngineRequest, RequestError
+from tunix.generate.engine.scheduling import layer_groups
 
 
 @pytest.fixture(scope="module")
@@ -579,7 +579,7 @@ def test_many_requests_leave_nothing_behind(make):
   """Flat: no host object, page or ticket is kept for what has ended."""
   import gc
 
-  from tunix.generate.engine.host.sequence import Sequence
+  from tunix.generate.engine.scheduling.sequence import Sequence
 
   engine = make(slots=6, cache_tokens=144, rounds=8)
   rng = np.random.default_rng(3)

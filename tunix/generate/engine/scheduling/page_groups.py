@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.pages import TRASH, PagePool
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.pages import TRASH, PagePool
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 class _Group(NamedTuple):

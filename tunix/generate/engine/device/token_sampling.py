@@ -1,4 +1,4 @@
-"""Choice of the next token where every row has its own rules.
+"""Samples the next token of each row by its own rules, with its log-probabilities.
 
 The functions are those of `sampling` and `filters`; a rule that no row of the batch
 uses costs nothing, and a row's token depends on its own rules only.

@@ -1,4 +1,4 @@
-"""Choice of tokens: each row by its own rules, compared with plain loops."""
+"""Sampling of tokens: each row by its own rules, compared with plain loops."""
 
 import functools
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.generate import distributions
 from tunix.generate.drawing import filters
-from tunix.generate.engine.device import choice
-from tunix.generate.engine.device.choice import Rules
+from tunix.generate.engine.device import token_sampling
+from tunix.generate.engine.device.token_sampling import Rules
 from tunix.generate.engine.run import arrays
 from tunix.generate.sizes import batching
 
@@ -48,7 +48,7 @@ def rules_of(rows, uses=USES):
 
 @functools.partial(jax.jit, static_argnames="tops")
 def chosen_of(logits, rules, index, allowed=None, tops=3):
-  return choice.choose(logits, rules, index, allowed, tops)
+  return token_sampling.choose(logits, rules, index, allowed, tops)
 
 
 def choose(*args):
@@ -80,7 +80,7 @@ def test_a_row_depends_on_its_own_rules_only():
   for n, row in enumerate(ROWS):
     rows = [row if n == other else {} for other in range(len(ROWS))]
     alone = choose(logits, rules_of(rows), index)
-    for name in set(choice.Chosen._fields) - {"routes"}:
+    for name in set(token_sampling.Chosen._fields) - {"routes"}:
       a, b = getattr(together, name)[n], getattr(alone, name)[n]
       np.testing.assert_array_equal(a, b, err_msg=f"{name} of row {n}")
 
@@ -104,7 +104,7 @@ def test_draws_follow_the_distribution(row):
   count = 4000
   logits = np.asarray(logits_of(1, seed=3, spread=1.5)[0])
   rules = rules_of([row])
-  many = choice.repeated(rules, count)
+  many = token_sampling.repeated(rules, count)
   chosen = choose(
     np.broadcast_to(logits, (count, VOCAB)), many, np.arange(count, dtype=np.int32)
   )
@@ -130,7 +130,9 @@ def test_the_draw_depends_on_key_row_and_number():
   ]
   draw = lambda row, number: tuple(
     choose(
-      logits, choice.repeated(rules_of([row]), 4), np.arange(4, dtype=np.int32) + number
+      logits,
+      token_sampling.repeated(rules_of([row]), 4),
+      np.arange(4, dtype=np.int32) + number,
     ).ids.tolist()
   )
   first = draw(rows[0], 0)
@@ -184,17 +186,17 @@ def test_what_is_not_finite_concerns_its_row(temperature):
 
 def test_the_most_likely_tokens():
   logits = logits_of(4)
-  ids, values = choice.most_likely(logits, 5)
+  ids, values = token_sampling.most_likely(logits, 5)
   logps = np.asarray(jax.nn.log_softmax(logits))
   order = np.argsort(-logps, axis=1)[:, :5]
   np.testing.assert_array_equal(ids, order)
   np.testing.assert_allclose(values, np.take_along_axis(logps, order, 1), atol=1e-5)
-  ids, values = choice.most_likely(jnp.array([[1.0, 2.0]]), 4)
+  ids, values = token_sampling.most_likely(jnp.array([[1.0, 2.0]]), 4)
   assert ids.tolist() == [[1, 0, 0, 0]] and np.all(values[0, 2:] == -np.inf)
 
 
 def test_rows_are_repeated_next_to_each_other():
-  twice = choice.repeated(rules_of(ROWS), 2)
+  twice = token_sampling.repeated(rules_of(ROWS), 2)
   np.testing.assert_array_equal(twice.rows, [0] * 16 + [1, 1])
   assert twice.temperature.tolist()[2:6] == [1.0, 1.0, *[np.float32(0.7)] * 2]
   assert twice.keys.shape == (18, 2) and not np.ndim(twice.draws)

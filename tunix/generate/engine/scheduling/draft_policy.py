@@ -1,11 +1,11 @@
-"""Decides what makes the drafts of a launch: the fastest of up to three sources."""
+"""Speculative decoding: chooses the fastest of three sources of a launch's drafts."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal
 
-# "none": no drafts. "lookup": prompt lookup, device/drafts.py. "model": a draft model.
+# "none": no drafts. "lookup": device/prompt_lookup.py. "model": a draft model.
 Source = Literal["none", "lookup", "model"]
 
 # Tokens after which an older observation counts a third.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 class Waiting:

@@ -1,7 +1,10 @@
-"""Rollouts as JSON: the batches of a checkpoint that are sampled and not trained on.
+"""Rollouts as JSON, for batches in checkpoints, for the journal and between processes.
+
+A checkpoint has the batches that are sampled and not trained on. The journal of a
+greedy run is rl/schedules/journal.py.
 
 Arrays keep every bit (array_codec.py). Other values of the user (columns of the data,
-messages) must be JSON. Processes exchange episodes in the same form.
+messages) must be JSON.
 """
 
 from __future__ import annotations

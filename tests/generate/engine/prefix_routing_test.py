@@ -1,13 +1,13 @@
-"""Prefixes of members, and the choice of a member."""
+"""Routing by prefix: the prefixes of members, and the choice of a member."""
 
 import pytest
 
-from tunix.generate.engine import prefix_index
-from tunix.generate.engine.prefix_index import PrefixIndex
+from tunix.generate.engine import prefix_routing
+from tunix.generate.engine.prefix_routing import PrefixIndex
 
 
 def chain(text, root=b""):
-  return prefix_index.chained(root, [c.encode() for c in text])
+  return prefix_routing.chained(root, [c.encode() for c in text])
 
 
 def test_digests_name_the_whole_prefix():
@@ -49,6 +49,6 @@ def test_the_size_is_bounded_and_ends_go_first():
 )
 def test_choose(lengths, loads, most, chosen):
   assert (
-    prefix_index.choose(dict(enumerate(lengths)), dict(enumerate(loads)), most)
+    prefix_routing.choose(dict(enumerate(lengths)), dict(enumerate(loads)), most)
     == chosen
   )

@@ -6,7 +6,7 @@ import pytest
 
 from tests import toys
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
+from tunix.generate.engine.scheduling import layer_groups
 from tunix.models.gemma3.model import ModelConfig as Gemma3
 
 # A window of 8 and 4 rounds: 10 keys that begin anywhere in pages of 4 lie in 4 pages.

@@ -10,7 +10,7 @@ from tunix.rl import common
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
-from tunix.rl.experience import episodes, saved_rollouts
+from tunix.rl.experience import episodes, rollout_codec
 from tunix.rl.pipeline import prompt_batch
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
@@ -56,9 +56,7 @@ def rollouts(**columns):
 
 def test_rollouts_return_from_json_as_they_were():
   before = rollouts(answer=["x"])
-  after = saved_rollouts.from_json(
-    json.loads(json.dumps(saved_rollouts.to_json(before)))
-  )
+  after = rollout_codec.from_json(json.loads(json.dumps(rollout_codec.to_json(before))))
   for field in dataclasses.fields(Rollouts):
     a, b = getattr(before, field.name), getattr(after, field.name)
     if isinstance(a, np.ndarray):
@@ -87,7 +85,7 @@ def test_rollouts_without_recorded_routes_join_those_with_them():
 
 def test_a_column_that_is_not_json_is_named():
   with pytest.raises(TypeError, match=r"cannot be saved as JSON.*complex"):
-    saved_rollouts.to_json(rollouts(answer=[1j]))
+    rollout_codec.to_json(rollouts(answer=[1j]))
 
 
 def plain(value):
@@ -102,7 +100,7 @@ def plain(value):
 def test_tokens_keep_the_forms_of_an_earlier_version():
   """The JSON of before is read, padded and written again as it was."""
   before = json.loads((GOLDEN / "tokens.json").read_text())
-  every = saved_rollouts.episodes_from_json(before["episodes"])
+  every = rollout_codec.episodes_from_json(before["episodes"])
   batch = prompt_batch({"prompts": [[2, 3]]}, number=3)
   options = {"bucketed": False, "has_versions": True}
   rollouts = episodes.rollouts_of(every, batch, (4, 8), 2, 2, **options)
@@ -111,16 +109,16 @@ def test_tokens_keep_the_forms_of_an_earlier_version():
   padded = common.rollouts_of(out, batch, config, group_size=2, bucketed=False)
   actions = wire.actions_from_json(before["actions"], version=7)
   after = {
-    "episodes": saved_rollouts.episodes_to_json(every),
-    "rollouts": saved_rollouts.to_json(rollouts),
+    "episodes": rollout_codec.episodes_to_json(every),
+    "rollouts": rollout_codec.to_json(rollouts),
     "actions": wire.actions_to_json(actions),
     "completions": shared_rollout.to_json(RolloutOutput.of(out.completions())),
-    "padded": saved_rollouts.to_json(padded),
+    "padded": rollout_codec.to_json(padded),
   }
   for name, form in before.items():
     want, got = (plain(array_codec.from_json(x)) for x in (form, after[name]))
     # Checkpoints keep their bytes; the order of keys in a request is free.
     sort = {"sort_keys": name == "actions"}
     assert json.dumps(got, **sort) == json.dumps(want, **sort), name
-  read = saved_rollouts.from_json(before["rollouts"])
-  assert saved_rollouts.to_json(read) == before["rollouts"]
+  read = rollout_codec.from_json(before["rollouts"])
+  assert rollout_codec.to_json(read) == before["rollouts"]

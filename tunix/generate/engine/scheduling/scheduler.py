@@ -1,26 +1,33 @@
 """The scheduler: which completions run, on which pages, and what a launch does.
 
 A launch is a few rounds on the device. Each round draws one token for every completion
-that decodes, and may prefill blocks of prompts besides. Between two launches `plan`:
+that decodes, and may also prefill blocks of prompts. Between two launches, `plan`
+takes three steps:
 
-1. admits waiting completions, in the order of their rank, into free slots, as long as
-   there are pages for their tokens; pages of a known prefix are shared;
-2. cuts the tokens that are not computed yet into blocks, and blocks into rounds;
-3. takes the pages that the rounds will fill. If there are too few, the completion of
-   the last rank gives its pages up and waits; its tokens are kept and prefilled again.
+1. It admits waiting completions to free slots in the order of their rank, as long as
+   there are pages for their tokens. Pages of a known prefix are shared.
+2. It cuts the tokens that are not computed yet into blocks, and puts the blocks into
+   rounds.
+3. It takes the pages that the rounds will fill. If there are too few, the completion
+   with the last rank is preempted: it gives its pages up and waits. Its tokens are
+   kept, and they are prefilled again later.
 
-Nothing here touches the device, and nothing depends on time.
+If a completion is admitted while another one of its request prefills the prompt, it
+becomes a follower: it waits in its slot, shares the full pages of its leader, and draws
+its first token when the leader has prefilled the prompt (a fork).
+
+The scheduler runs on the host only, and its decisions do not depend on time.
 """
 
 from __future__ import annotations
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import pages as pages_lib
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.page_groups import PageGroups
-from tunix.generate.engine.host.plan import Fork, Plan, rounds_of
-from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.host.waiting import Waiting
+from tunix.generate.engine.scheduling import pages as pages_lib
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.page_groups import PageGroups
+from tunix.generate.engine.scheduling.plan import Fork, Plan, rounds_of
+from tunix.generate.engine.scheduling.sequence import Sequence
+from tunix.generate.engine.scheduling.waiting import Waiting
 
 
 class Scheduler:
@@ -34,8 +41,9 @@ class Scheduler:
     running: the completion in each slot, or None.
     pages: the pages of all groups of layers.
     waiting: the queue.
-    preemptions: how often a completion gave its pages up.
-    hit_tokens: prompt tokens found in the cache, or prefilled for a leader.
+    preemptions: number of times that a completion was preempted.
+    hit_tokens: number of prompt tokens that were not prefilled again, because they were
+      in the cache or a leader prefilled them.
   """
 
   def __init__(self, config: EngineConfig, windows: Windows = (None,)):
@@ -45,7 +53,8 @@ class Scheduler:
     self.waiting = Waiting()
     self.preemptions = 0
     self.hit_tokens = 0
-    self._new: list[tuple[Sequence, tuple[int, ...]]] = []  # with pages to copy
+    # Completions that are new in their slots, with the pages to copy for each of them.
+    self._new: list[tuple[Sequence, tuple[int, ...]]] = []
 
   @property
   def is_busy(self) -> bool:
@@ -57,7 +66,7 @@ class Scheduler:
     return sorted((s for s in self.running if s), key=lambda s: s.rank)
 
   def remove(self, sequence: Sequence) -> None:
-    """Takes a completion out, wherever it is, and gives its pages up."""
+    """Removes a completion from the queue, or from its slot, and frees its pages."""
     if sequence.slot is None:
       self.waiting.remove(sequence)
       return
@@ -66,7 +75,7 @@ class Scheduler:
     self._leave(sequence)
 
   def computed(self, sequence: Sequence, tokens: int) -> None:
-    """Records that `tokens` tokens of a completion have keys and values now."""
+    """Records that the first `tokens` tokens of a completion have keys and values."""
     first, end = sequence.computed // self._size, tokens // self._size
     sequence.computed = tokens
     if self._config.prefix_cache:
@@ -74,23 +83,25 @@ class Scheduler:
       self.pages.name(sequence, range(first, end))
 
   def preempt(self, sequence: Sequence) -> None:
-    """Takes slot and pages from a completion, which waits to be prefilled again."""
+    """Takes slot and pages from a completion, and puts it back into the queue."""
     self.preemptions += 1
     for one in (*self._followers(sequence), sequence):
       self._requeue(one)
 
   def forget(self, version: int | str, recompute: bool) -> None:
-    """Forgets all prefixes, before new weights are used.
+    """Forgets all cached prefixes, before new weights are used.
 
     Args:
-      version: number of the weights that the next launch uses.
-      recompute: running completions give their pages up, and wait; False: they go on.
+      version: version of the weights that the next launch uses.
+      recompute: if True, running completions are preempted, and their tokens are
+        computed again; if False, they continue with their old keys and values.
     """
     for s in self.active():
       if not recompute:
-        # A mixture of versions, which no other completion may share.
+        # Its pages mix two versions of the weights, so no other completion may share
+        # them: the root digest is its own.
         s.digests = [pages_lib.root_digest(f"{version} in {s.order}", s.adapter)]
-      elif s.slot is not None:  # a follower has left with its leader
+      elif s.slot is not None:  # None: a follower, preempted with its leader
         self.preempt(s)
     for s in self.waiting:
       s.digests = [pages_lib.root_digest(version, s.adapter)]
@@ -105,7 +116,8 @@ class Scheduler:
     most = self.pages.most_blocks(active, tokens)
     plan = Plan(rounds=rounds_of(active, self._config, rounds, most))
     self._reserve(plan, tokens)
-    # A full round takes long, so the host hands out the first tokens before others.
+    # A full round takes long. Without further rounds, the launch ends sooner and the
+    # host can return the first tokens.
     if not plan.fills_a_round(self._config):
       plan.decode_rounds = rounds - len(plan.rounds)
     self._fork(plan)
@@ -119,7 +131,7 @@ class Scheduler:
     return plan
 
   def forked(self, fork: Fork) -> None:
-    """Records that a follower drew its first token; the next launch loads its slot."""
+    """Records that a follower drew its first token. The next launch loads its slot."""
     fork.follower.leader = None
     self._new.append((fork.follower, fork.copied))
 
@@ -127,7 +139,7 @@ class Scheduler:
     while (sequence := self.waiting.first) and None in self.running:
       leader = self._leader_of(sequence)
       if leader is None and not self._find_pages(sequence):
-        return  # No later completion overtakes it, so that it is not starved.
+        return  # A later one that needs fewer pages would starve it by overtaking.
       self.waiting.pop()
       sequence.leader, sequence.is_started = leader, True
       sequence.slot = self.running.index(None)
@@ -136,7 +148,7 @@ class Scheduler:
         self._new.append((sequence, ()))
 
   def _leader_of(self, sequence: Sequence) -> Sequence | None:
-    """Returns a running completion that prefills the same prompt for this one."""
+    """Returns the running completion of the same request that prefills its prompt."""
     if sequence.drawn:
       return None
     same = (s for s in self.running if s is not None and s.ticket is sequence.ticket)
@@ -154,9 +166,11 @@ class Scheduler:
     return True
 
   def _reserve(self, plan: Plan, tokens: int) -> None:
-    """Takes the pages that the rounds fill, of which each draws up to `tokens` tokens.
+    """Takes the pages that the launch fills, and preempts completions if it must.
 
-    Completions are preempted if there are too few.
+    Args:
+      plan: has the blocks of the launch. Blocks of preempted completions are removed.
+      tokens: largest number of tokens that a completion draws in the launch.
     """
     ends = {b.sequence: b.start + b.count for blocks in plan.rounds for b in blocks}
     for sequence in self.active():
@@ -179,8 +193,8 @@ class Scheduler:
         self.hit_tokens += follower.hit(leader.length)
         plan.forks.append(Fork(leader, follower, copied))
     if plan.forks:
-      # A follower's slot is loaded after the leader's pages are written, which is the
-      # end of this launch; it would idle in further rounds.
+      # The next launch loads the slots of the followers, because the leader's pages are
+      # complete only at the end of this one. Further rounds would leave them idle.
       plan.decode_rounds = 0
 
   def _followers(self, leader: Sequence) -> list[Sequence]:

@@ -2,6 +2,9 @@
 
 A rollout stores the version of the weights that sampled it. A rollout of unknown
 weights raises an error.
+
+This module moves no weights: `placement.copy_weights` copies them to a sampler in this
+process, and `rl.rollout.remote_host` sends them to remote hosts.
 """
 
 from __future__ import annotations

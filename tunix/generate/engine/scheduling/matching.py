@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import RequestError
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
-"""A host index of prefixes that several engines have computed, and the choice of one.
+"""Routing by prefix: chooses the replica or host that received the longest prefix.
 
-The index remembers which member received which prefix. It asks no engine: a member may
+A member is a replica (replicas.py) or a server of the router (serve/http/hosts.py). The
+index remembers which member received which prefix. It asks no engine: a member may
 have evicted a prefix that the index still lists. The request is then prefilled again,
 and its tokens are the same.
 """

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from tunix.generate import outputs
-from tunix.generate.engine.host.text import TextReader
 from tunix.generate.engine.request import RequestError
+from tunix.generate.engine.scheduling.text import TextReader
 
 # Bytes as tokens, as tokenizers with a byte fallback have them, and some words.
 WORDS = [b"the ", b"sea", " \u65e5".encode(), b"<|", b"|>", b"a", "\u00e9".encode()]

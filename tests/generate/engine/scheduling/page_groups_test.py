@@ -7,10 +7,10 @@ from hypothesis import given, settings, strategies as st
 from tests import toys
 from tests.generate.engine.host_device import HostEngine
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups, pages as pages_lib
-from tunix.generate.engine.host.page_groups import PageGroups
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import EngineRequest
+from tunix.generate.engine.scheduling import layer_groups, pages as pages_lib
+from tunix.generate.engine.scheduling.page_groups import PageGroups
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 SIZES = EngineConfig(slots=2, max_tokens=64, page_tokens=4, rounds=3, prefill_tokens=8)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.generate.engine.host.draft_policy import DraftPolicy
+from tunix.generate.engine.scheduling.draft_policy import DraftPolicy
 
 DRAFTS, SLOTS, ROUNDS = 4, 8, 16
 

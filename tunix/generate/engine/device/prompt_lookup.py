@@ -1,4 +1,4 @@
-"""Prompt lookup: proposes tokens that followed the same tokens before.
+"""Prompt lookup, for speculative decoding: proposes what followed the same tokens.
 
 A completion that copies from its prompt, as a summary or an edit does, repeats long
 parts of its own history (Saxena 2023, "Prompt Lookup Decoding"). The history is

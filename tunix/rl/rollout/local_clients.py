@@ -1,4 +1,4 @@
-"""Clients in this process: one for our engine, and one for any rollout engine."""
+"""Sampling clients in this process: for our engine, and for any rollout engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class EngineClient:
   Args:
     engine: the engine, which this object alone steps.
     config: choice of the tokens.
-    key: key of the batch; None: each action has one. An action depends on it, on its
-      episode and on its turn.
+    key: random key of the batch; None: each `Draw` has its own key. The tokens of an
+      action depend on its key, episode and turn.
     version: number of the weights; None: that of the engine.
     first: number of the first episode in its batch. `Draw.episode` counts from it.
   """
@@ -80,7 +80,7 @@ class EngineClient:
 
   def cancel(self) -> None:
     if self._engine.is_alive:
-      self._engine.cancel_all()  # after an error: nobody waits for what is left
+      self._engine.cancel_all()  # after an error nobody reads the open actions
 
   def _arrived(self, ticket: Ticket) -> list[Completion]:
     parts, done = self._open[ticket], list[Completion]()
@@ -93,7 +93,7 @@ class EngineClient:
     return done
 
   def _action(self, ticket: Ticket, drawn: Completion) -> Completion:
-    """Returns a completion of a request with the number of its action."""
+    """Returns a drawn completion with the id and version of its action."""
     stamps = drawn.versions
     if stamps is not None and self._version is not None:
       stamps = np.full_like(stamps, self._version)
@@ -176,8 +176,8 @@ class BatchClient:
     if is_plain:
       prompts, first = [group[0].prompt for group in groups], draws[0].episode // size
     else:
-      # The numbers of the rows of a call are consecutive, and those of the episodes
-      # that are left need not be. A key of the first one keeps calls apart.
+      # Rows of one call have consecutive numbers; the open episodes may not. So rows
+      # start at 0, and the number of the first episode keeps the keys of calls apart.
       prompts, size, first = [draw.prompt for draw in draws], 1, 0
       key = jax.random.fold_in(key, draws[0].episode)
     ends = c.eos_tokens
@@ -204,7 +204,7 @@ class BatchClient:
 
 
 def _cut(row: Completion, most: int) -> Completion:
-  """Returns an action with at most the tokens that there is room for."""
+  """Returns an action that is cut to at most `most` tokens."""
   if len(row.ids) <= most:
     return row
   return dataclasses.replace(row.cut(most), finish_reason="length")

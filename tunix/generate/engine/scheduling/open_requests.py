@@ -6,8 +6,8 @@ import collections
 import threading
 from collections.abc import Sequence as Seq
 
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import EngineDead, Ticket
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 class OpenRequests:
