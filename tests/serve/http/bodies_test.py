@@ -21,7 +21,7 @@ def test_large_bodies_leave_time_to_others(monkeypatch):
 
   fake = types.SimpleNamespace(Lock=asyncio.Lock, sleep=sleep, to_thread=here)
   monkeypatch.setattr(bodies, "asyncio", fake)
-  monkeypatch.setattr(bodies.time, "monotonic", clock.__next__)
+  monkeypatch.setattr(bodies, "time", types.SimpleNamespace(monotonic=clock.__next__))
   large = LargeBodies()
 
   async def three():
