@@ -142,7 +142,7 @@ class Ahead(Schedule):
     """Returns rollouts of an evaluation, sampled by the current weights."""
 
   @abc.abstractmethod
-  def _from_json(self, saved: Any) -> Job:
+  def _from_json(self, saved: object) -> Job:
     """Restores a job of `to_json`."""
 
   # The same for all.
