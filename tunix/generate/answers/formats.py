@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools: one record for each.
+"""The forms of tool calls in all families (Qwen, Llama, Gemma, ...): one record each.
 
 A new form is a record of `FORMATS` and its reader. The server, episodes, the settings
 and the command read this table alone.

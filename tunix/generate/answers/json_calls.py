@@ -1,4 +1,4 @@
-"""JSON in a model's text: values, calls of tools, and arguments of calls.
+"""JSON in tool calls of Qwen (Hermes), Llama 3, Mistral, gpt-oss and other families.
 
 Models write raw line breaks inside texts, and go on after a value. NaN and numbers
 beyond the range of a double are no JSON.

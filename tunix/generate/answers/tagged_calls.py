@@ -1,4 +1,6 @@
-"""Tool calls whose parts stand between tags: Qwen3-Coder, GLM-4.5 and DeepSeek-V3.
+"""Tool calls of Qwen3-Coder, Qwen3.5, Nemotron 3, GLM-4.5, GLM-4.7 and DeepSeek-V3.
+
+The parts of a call stand between tags:
 
     <tool_call>                                               qwen3_coder, also Qwen3.5
     <function=add>                                            and Nemotron 3

@@ -1,4 +1,7 @@
-"""GLM-4 MoE lite checkpoints: `config.json`, tensor names and the family."""
+"""GLM-4 MoE lite checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.hf.mla.NAMES`.
+"""
 
 from __future__ import annotations
 

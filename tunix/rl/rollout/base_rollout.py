@@ -21,7 +21,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import COLUMNS, Completion
 from tunix.rl.rollout.client import SamplingClient, Stream
-from tunix.rl.rollout.turns import BatchClient, EngineClient
+from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
 from tunix.utils import checks, coordination, mesh as mesh_lib

@@ -31,9 +31,9 @@ from tunix.rl.rollout import shared_rollout, wire
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-from tunix.rl.weights import placement, weight_sync
+from tunix.rl.weights import placement, policy_version
 from tunix.rl.weights.placement import Weights
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import array_codec, mesh as mesh_lib
 
@@ -80,7 +80,7 @@ class RolloutHost:
     config = dataclasses.replace(config, engine_options={})
     with mesh_lib.use_mesh(self._mesh):
       self._rollout = VanillaRollout(model, tokenizer, config)
-      self.stamp = weight_sync.policy_stamp(model)
+      self.stamp = policy_version.policy_stamp(model)
     self._variables = trained_variables(model)
     self._form = form_of(model, tokenizer, config)
     # If the number changes, a run knows that the process of the host was restarted.
@@ -187,7 +187,7 @@ class RolloutHost:
     if self._missing:
       raise ValueError(f"{len(self._missing)} parameters have not arrived")
     with mesh_lib.use_mesh(self._mesh):
-      actual = weight_sync.policy_stamp(self._model)
+      actual = policy_version.policy_stamp(self._model)
     if actual != stamp:
       raise ValueError(
         f"with the run's trained weights the host has the stamp {actual}, and the run "

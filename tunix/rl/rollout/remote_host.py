@@ -1,4 +1,4 @@
-"""A host that samples for a run, as the run sees it: its calls, and its weights."""
+"""A host that samples for a run: the run calls it, and sends new weights to it."""
 
 from __future__ import annotations
 

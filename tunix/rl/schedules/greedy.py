@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from tunix.models import calling
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.experience.experience import check_same_prompts
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
@@ -338,7 +338,7 @@ class Greedy(Ahead):
         rollouts = self._experience.group(batch, client, client.phases)
       content, offset = None, 0
       if self._journal is not None or self._replayed is not None:
-        content = json.loads(json.dumps(saved_rollouts.to_json(rollouts)))
+        content = json.loads(json.dumps(rollout_codec.to_json(rollouts)))
       if client.is_abandoned:
         return
       if self._journal is not None:

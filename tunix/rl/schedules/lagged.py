@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.schedules.jobs import Job, Part
@@ -111,7 +111,7 @@ class Lagged(Ahead):
     return [
       {
         "number": job.number,
-        "rollouts": saved_rollouts.to_json(part.rollouts),
+        "rollouts": rollout_codec.to_json(part.rollouts),
         "measured": [{k: list(v) for k, v in x.items()} for x in part.measured],
         "seconds": part.phases.seconds,
       }
@@ -121,7 +121,7 @@ class Lagged(Ahead):
     ]
 
   def _from_json(self, saved: Any) -> Job:
-    rollouts = saved_rollouts.from_json(saved["rollouts"])
+    rollouts = rollout_codec.from_json(saved["rollouts"])
     measured = [{n: Mean(*mean) for n, mean in x.items()} for x in saved["measured"]]
     part = Part(rollouts, measured=measured)
     part.phases.seconds = dict(saved["seconds"])

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from tunix.models import backbone, lora
 from tunix.models.adapters import lora_modules
 from tunix.models.transformer.model import Transformer
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.rl.weights.reshard import laid_out, landed, reshard_pytree
-from tunix.rl.weights.weight_sync import PolicyVersion
 from tunix.sft.checkpoints import stamp
 from tunix.sft.steps.module_state import trained_kind
 from tunix.utils import tree

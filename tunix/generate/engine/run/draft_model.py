@@ -1,4 +1,4 @@
-"""A draft model: its weights, its cache, and the pages that have its keys.
+"""A draft model for speculative decoding: its weights, its cache and its pages.
 
 The draft model stores its keys and values under the page numbers of the engine's model,
 so the scheduler knows nothing of it. Only launches that use the draft model compute its
@@ -26,10 +26,10 @@ from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import draft_rounds
 from tunix.generate.engine.device.draft_rounds import Draft
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.pages import TRASH
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.pages import TRASH
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.padded import decode
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
