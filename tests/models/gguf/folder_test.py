@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.models.gguf import ggufs, tokenizer_test
-from tunix.cli.make import fingerprints, loading
+from tunix.cli.make import fingerprints, model_folders
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.gguf import folder as gguf_folder
