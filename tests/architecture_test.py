@@ -94,7 +94,10 @@ HEAVY = {
   "xxhash": {"sft/checkpoints/checksums.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"utils/folder_lock.py", "cli/make/data_sources.py"},
-  "jinja2": {"generate/tokenizer/chat_template.py"},
+  "jinja2": {
+    "generate/tokenizer/chat_template.py",
+    "generate/tokenizer/template_sandbox.py",
+  },
   "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/files/tensor_files.py
   "starlette": {"serve/app.py"},

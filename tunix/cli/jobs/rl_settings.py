@@ -11,7 +11,8 @@ from tunix.cli.make.rewards import RewardSettings
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
-from tunix.cli.settings.run import RunSettings, TrainingSettings
+from tunix.cli.settings.run import RunSettings
+from tunix.cli.settings.training import TrainingSettings
 from tunix.data.records import PROMPT_ROWS, Kind
 from tunix.rl import algorithms, setup
 from tunix.rl.config import PromptSizes, ScheduleSettings

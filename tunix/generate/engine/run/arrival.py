@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Iterator, Sequence as Seq
-from typing import Any
 
 import jax
 import numpy as np
@@ -117,7 +116,7 @@ def _matcher(ticket: Ticket, vocab_size: int) -> Matcher | None:
   return matcher
 
 
-def _key_data(seed: Any) -> np.ndarray:
+def _key_data(seed: jax.Array | int | None) -> np.ndarray:
   """Returns the data of a request's random key, uint32 [2]."""
   if isinstance(seed, int):
     return _int_key(seed)
