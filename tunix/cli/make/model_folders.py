@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora
+from tunix.models import automodel, lora
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
 
