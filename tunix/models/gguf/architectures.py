@@ -30,6 +30,10 @@ _FIELDS = {
 }
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_EXPERTS = {
+  "num_experts": "expert_count",
+  "moe_intermediate_size": "expert_feed_forward_length",
+}
 _LOCAL_THETA = "rope.freq_base_swa"
 _PATTERN = "attention.sliding_window_pattern"
 _KEY, _VALUE = "attention.key_length", "attention.value_length"
@@ -245,12 +249,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     Architecture(
       name="qwen3moe",
       model_types=("qwen3_moe",),
-      fields=_FIELDS
-      | {
-        "num_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-      },
+      fields=_FIELDS | _EXPERTS | {"num_experts_per_tok": "expert_used_count"},
       fixed=lambda hf: (
         _SILU
         | {
@@ -287,11 +286,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
       fields=_GEMMA4_FIELDS
       | _WINDOW
       | _CAP
-      | {
-        "num_experts": "expert_count",
-        "top_k_experts": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-      },
+      | _EXPERTS
+      | {"top_k_experts": "expert_used_count"},
       fixed=lambda hf: _GELU,
       names={
         "model.layers.{i}.router.scale": ("blk.{i}.ffn_gate_inp.scale",),
