@@ -133,3 +133,32 @@ def test_k_quants_of_llama_cpp_are_near_the_weights(name):
   for key, tensor in got.items():
     kind = tensor.stored[0].kind.name
     assert checkpoints.relative(whole(tensor), want[key]) <= ERRORS[kind], (key, kind)
+
+
+# Values that no settings of these files have.
+ODD = [None, "text", True, 0, 1, -1, 3, 2**31 - 1, float("nan"), np.zeros(3, np.int32)]
+
+
+# The architectures with readers of their own.
+@pytest.mark.parametrize(
+  "name", ["gemma3", "gemma4", "gpt_oss", "granite", "llama3p1", "olmo3", "phi3"]
+)
+def test_each_odd_setting_is_refused_or_computed(name, tmp_path):
+  hf, arrays = ggufs.source(name)
+  read = header.read(ggufs.write(tmp_path / "model.gguf", hf, arrays))
+  for key in [*read.metadata, *read.tensors]:
+    for value in ODD:
+      metadata, stored = dict(read.metadata), dict(read.tensors)
+      if key in stored:
+        del stored[key]
+      elif value is None:
+        del metadata[key]
+      else:
+        metadata[key] = value
+      odd = dataclasses.replace(read, metadata=metadata, tensors=stored)
+      try:
+        config_of(tensors.config_json(odd))
+      except ValueError as error:
+        assert "\n" not in str(error)
+      if key in stored:
+        break

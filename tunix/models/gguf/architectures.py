@@ -30,6 +30,10 @@ _FIELDS = {
 }
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_EXPERTS = {
+  "num_experts": "expert_count",
+  "moe_intermediate_size": "expert_feed_forward_length",
+}
 _LOCAL_THETA = "rope.freq_base_swa"
 _PATTERN = "attention.sliding_window_pattern"
 _KEY, _VALUE = "attention.key_length", "attention.value_length"
@@ -75,21 +79,16 @@ _SILU = {"hidden_act": "silu"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _full(hf: Json) -> Json:
-  """Returns fields of models without windows."""
-  return _SILU | {"sliding_window": None}
-
-
 def _types(sliding: list[bool]) -> Json:
   names = ("full_attention", "sliding_attention")
   return {"layer_types": [names[x] for x in sliding]}
 
 
 def _every(hf: Json, step: int) -> Json:
-  """Returns `layer_types` with full attention in every layer number `step`."""
+  """Returns `layer_types` with full attention in each layer `step`; 0: in none."""
   windowed = hf.get("sliding_window") is not None
   count = hf["num_hidden_layers"]
-  return _types([windowed and (i + 1) % step != 0 for i in range(count)])
+  return _types([windowed and (not step or (i + 1) % step != 0) for i in range(count)])
 
 
 def _scalar(hf: Json, layers: int) -> Json:
@@ -105,10 +104,7 @@ def _scalar(hf: Json, layers: int) -> Json:
 
 
 def _both_ropes(file: File, theta: float, local: float) -> Json:
-  sliding = {
-    "rope_type": "default",
-    "rope_theta": file.number(_LOCAL_THETA, local),
-  }
+  sliding = {"rope_type": "default", "rope_theta": file.number(_LOCAL_THETA, local)}
   full = rope.read(file, theta)
   return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
@@ -166,19 +162,6 @@ def _read_granite(file: File, hf: Json) -> Json:
   return {"rope_parameters": rope.read(file), "attention_multiplier": scale}
 
 
-def _write_oss(hf: Json) -> Json:
-  return {"feed_forward_length": hf["intermediate_size"]}
-
-
-def _fixed_oss(hf: Json) -> Json:
-  return _SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0} | _every(hf, 2)
-
-
-def _read_oss(file: File, hf: Json) -> Json:
-  # llama.cpp rounds the ends of YaRN's ramp; the model was trained without that.
-  return {"rope_parameters": {"truncate": False} | rope.read(file)}
-
-
 def _read_gemma4(file: File, hf: Json) -> Json:
   count = hf["num_hidden_layers"]
   types = _windows(file, hf, 6)["layer_types"]
@@ -188,9 +171,7 @@ def _read_gemma4(file: File, hf: Json) -> Json:
   own = [i for i in full if i < count - shared]  # with keys and values of their own
   heads = file.by_layer("attention.head_count_kv", count)
   widths = file.by_layer("feed_forward_length", count)
-  inputs = file.whole("embedding_length_per_layer_input", 0)
   table = file.shapes.get("per_layer_token_embd.weight", (hf["vocab_size"],))
-  experts = file.whole("expert_count", 0)
   return {
     "layer_types": types,
     "num_key_value_heads": heads[sliding[0]],
@@ -201,9 +182,9 @@ def _read_gemma4(file: File, hf: Json) -> Json:
     "intermediate_size": widths[0],
     "use_double_wide_mlp": widths[-1] != widths[0],
     "num_kv_shared_layers": shared,
-    "hidden_size_per_layer_input": inputs,
+    "hidden_size_per_layer_input": file.whole("embedding_length_per_layer_input", 0),
     "vocab_size_per_layer_input": table[0],
-    "enable_moe_block": experts > 0,
+    "enable_moe_block": file.whole("expert_count", 0) > 0,
     **_both_ropes(file, 1_000_000.0, 10_000.0),
   }
 
@@ -235,7 +216,7 @@ def _write_gemma4(hf: Json) -> Json:
 _LLAMA = Architecture(
   name="llama",
   model_types=("llama", "mistral"),
-  fixed=_full,
+  fixed=lambda hf: _SILU | {"sliding_window": None},
   interleaved=True,
   write=lambda hf: {
     "vocab_size": hf["vocab_size"],
@@ -268,12 +249,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     Architecture(
       name="qwen3moe",
       model_types=("qwen3_moe",),
-      fields=_FIELDS
-      | {
-        "num_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-      },
+      fields=_FIELDS | _EXPERTS | {"num_experts_per_tok": "expert_used_count"},
       fixed=lambda hf: (
         _SILU
         | {
@@ -310,11 +286,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
       fields=_GEMMA4_FIELDS
       | _WINDOW
       | _CAP
-      | {
-        "num_experts": "expert_count",
-        "top_k_experts": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-      },
+      | _EXPERTS
+      | {"top_k_experts": "expert_used_count"},
       fixed=lambda hf: _GELU,
       names={
         "model.layers.{i}.router.scale": ("blk.{i}.ffn_gate_inp.scale",),
@@ -375,7 +348,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "num_experts_per_tok": "expert_used_count",
         "intermediate_size": "expert_feed_forward_length",
       },
-      fixed=_fixed_oss,
+      fixed=lambda hf: (
+        _SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0} | _every(hf, 2)
+      ),
       names={
         f"model.layers.{{i}}.mlp.experts.{fused}{end}": tuple(
           f"blk.{{i}}.ffn_{part}_exps.{kind}" for part in parts
@@ -388,8 +363,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "experts.gate_up_proj_bias": Alternating(),
         "experts.down_proj": Swapped(),
       },
-      read=_read_oss,
-      write=_write_oss,
+      # llama.cpp rounds the ends of YaRN's ramp; the model was trained without that.
+      read=lambda file, hf: {"rope_parameters": {"truncate": False} | rope.read(file)},
+      write=lambda hf: {"feed_forward_length": hf["intermediate_size"]},
     ),
   )
 }

@@ -44,13 +44,20 @@ def config_of(architecture: Architecture, file: File) -> dict[str, Any]:
       that our families do not compute.
   """
   _check_sizes(architecture, file)
+  width, _ = file.whole("embedding_length"), file.whole("context_length")
   hf: dict[str, Any] = {"model_type": architecture.model_types[0]}
   for field, key in architecture.fields.items():
     if (value := file.scalar(key)) is not None:
       hf[field] = value
   heads = file.whole("attention.head_count")
   hf.setdefault("num_key_value_heads", heads)
-  hf.setdefault("head_dim", file.whole("embedding_length") // heads)
+  dim = hf.setdefault("head_dim", width // heads)
+  rotated = file.whole("rope.dimension_count", dim)
+  if architecture.interleaved and rotated != dim:
+    raise ValueError(
+      f"rope.dimension_count is {rotated}; expected {dim}, all dimensions of a head. "
+      "Use another model"
+    )
   if EMBEDDING not in file.shapes:
     raise ValueError(f"tensor {EMBEDDING!r} is missing. Use the file of a whole model")
   hf |= {

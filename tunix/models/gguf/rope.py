@@ -87,7 +87,7 @@ def _read_longrope(file: File) -> dict[str, Any]:
     if table is None:
       raise ValueError(f"tensor {name!r} is missing: use another file of this model")
     tables[field] = table.tolist()
-  original = _original(file)
+  original = max(2, _original(file))  # whose logarithm divides
   scaled = {
     "original_max_position_embeddings": original,
     "factor": max(1.0, file.whole("context_length") / original),
@@ -108,7 +108,7 @@ def _read_longrope(file: File) -> dict[str, Any]:
 
 
 def _original(file: File) -> int:
-  return file.whole(_CONTEXT, file.whole("context_length"))
+  return int(file.scalar(_CONTEXT) or file.whole("context_length"))
 
 
 def _read_table(table: np.ndarray, theta: float) -> dict[str, Any]:
