@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -171,11 +172,13 @@ def test_a_daemon_does_not_outlive_its_call():
   assert not hostile.is_running(mark)
 
 
-def test_the_scratch_folder_and_its_files_are_gone():
-  before = set(pathlib.Path("/tmp").glob("tunix-jail-*"))
+def test_the_scratch_folder_and_its_files_are_gone(monkeypatch):
+  made, make = [], tempfile.mkdtemp
+  monkeypatch.setattr(tempfile, "mkdtemp", lambda *a: made.append(make(*a)) or made[-1])
   code = "import os; os.mkdir('a'); open('a/b', 'w').write('x'); os.chmod('a', 0)"
   assert run(code).finish == "ok"
-  assert set(pathlib.Path("/tmp").glob("tunix-jail-*")) <= before
+  assert "tunix-jail-" in made[0]
+  assert not any(os.path.lexists(path) for path in made)
 
 
 def test_files_are_limited(protections):

@@ -80,7 +80,7 @@ class EngineConfig:
 
   @property
   def block_counts(self) -> tuple[int, ...]:
-    """Numbers of blocks (of a page) of a round that prefills; each is a program.
+    """Numbers of one-page blocks that a prefill round can have; each is a program.
 
     They are 2, 8, 32, ... up to that of `prefill_tokens`.
     """
@@ -88,7 +88,7 @@ class EngineConfig:
     return tuple(sorted({most, *(2 * 4**i for i in range(16) if 2 * 4**i < most)}))
 
   def launch_tokens(self, rounds: int) -> int:
-    """Returns the most tokens of a completion that so many rounds draw, or draft."""
+    """Returns the most tokens of a completion that `rounds` rounds draw or draft."""
     return rounds * (1 + self.draft_tokens)
 
   @property

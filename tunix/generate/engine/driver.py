@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 class Driver:
-  """Steps an engine in a thread of its own, as long as there is something to do.
+  """Steps an engine in a thread of its own while the engine has work.
 
   Args:
-    engine: the engine. From `start` to `stop` only `submit`, `cancel`, `stats` and
-      attributes may be used in other threads; everything else goes through `call`.
-    mesh: mesh that is current in the thread; None: none.
+    engine: the engine. From `start` to `stop`, other threads may use only `submit`,
+      `cancel`, `stats` and attributes; they use everything else through `call`.
+    mesh: mesh that is current in the thread; None: no mesh.
 
   Attributes:
     engine: the engine.
-    mesh: as given.
-    degraded: None; see `Replicas.degraded`.
-    failure: exception that ended the thread; every open request has received
-      `EngineDead` before it is set. None while nothing failed.
+    mesh: the mesh of the thread.
+    degraded: always None here; see `Replicas.degraded`.
+    failure: exception that ended the thread, None if none did. Every open request
+      receives `EngineDead` before `failure` is set.
     is_paused: True between `pause` and `resume`.
   """
 
@@ -90,11 +90,12 @@ class Driver:
     """Runs `function(engine)` in the engine's thread, between two launches.
 
     Args:
-      function: what to run; its result is returned, its exception raised.
+      function: the function; its result is returned, its exception raised.
       timeout: seconds to wait.
 
     Raises:
-      TimeoutError: it had no result in time. If it had not begun, it never runs.
+      TimeoutError: the function had no result in time. If it had not begun, it never
+        runs.
       EngineDead: the thread does not run.
       RuntimeError: this is the engine's thread, which would wait for itself.
     """
@@ -127,7 +128,7 @@ class Driver:
     Args:
       mode: "keep": running completions stop between two launches and go on later.
         "abort": open requests end as "cancelled". "wait": running completions end
-        first, and waiting ones do not start. A `resume` meanwhile ends the wait.
+        first, and waiting ones do not start. Calling `resume` during this ends it.
       timeout: seconds to wait until the engine is paused.
 
     Raises:
@@ -156,7 +157,7 @@ class Driver:
       self._holds_back = True
 
     def running(engine: Engine) -> bool:
-      return engine.has_work  # those that gave their pages up included
+      return engine.has_work  # also counts preempted completions
 
     self.call(hold, timeout)
     try:
@@ -174,7 +175,7 @@ class Driver:
 
     def thaw(engine: Engine) -> None:
       engine.hold_back(False)
-      # Again, as a pause may have waited for the engine's thread before this call.
+      # Set again, because a `pause` that was queued before this call has run since.
       self._frozen = self._holds_back = False
 
     with self._changed:
@@ -211,7 +212,7 @@ class Driver:
         future.set_exception(EngineDead("the engine's thread has ended"))
 
   def _once(self) -> bool:
-    """Runs what was called, and one launch; waits if there is nothing to do."""
+    """Runs the queued calls and one launch; waits if there is nothing to do."""
     with self._changed:
       if self._stops:
         return False
@@ -223,7 +224,7 @@ class Driver:
         future.set_result(function(self.engine))
       except Exception as error:  # it belongs to the caller
         future.set_exception(error)
-    # A launch of one of the calls may have failed; `step` then raises, also in a pause.
+    # If a launch inside a call failed, `step` must raise, even during a pause.
     is_frozen = self._frozen and self.engine.is_alive
     if not is_frozen and self.engine.step():
       return True

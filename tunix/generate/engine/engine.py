@@ -1,9 +1,9 @@
 """The engine: continuous batching over a paged key-value cache.
 
 A fixed number of completions run at the same time, each in a slot. One `step` is a
-launch of a few rounds on the device (device/launch.py); before it the scheduler fills
-free slots and pages (host/scheduler.py), after it the host hands out what was drawn.
-The engine runs the weights and the decoder of the trainer.
+launch: a few rounds on the device (device/launch.py). Before the launch, the scheduler
+fills free slots and pages (scheduling/scheduler.py); after it, the host hands out the
+drawn tokens. The engine runs the weights and the decoder of the trainer.
 
 The tokens of a completion depend on its request only: not on other requests, slots,
 the order of arrival, the size of a launch, preemption, shared pages or drafts. Their
@@ -22,11 +22,6 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.cache import slot_state
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups, pages as pages_lib
-from tunix.generate.engine.host.draft_policy import DraftPolicy
-from tunix.generate.engine.host.open_requests import OpenRequests
-from tunix.generate.engine.host.scheduler import Scheduler
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.run import (
   arrival,
@@ -37,6 +32,11 @@ from tunix.generate.engine.run import (
 )
 from tunix.generate.engine.run.device import Device
 from tunix.generate.engine.run.launches import Launches
+from tunix.generate.engine.scheduling import layer_groups, pages as pages_lib
+from tunix.generate.engine.scheduling.draft_policy import DraftPolicy
+from tunix.generate.engine.scheduling.open_requests import OpenRequests
+from tunix.generate.engine.scheduling.scheduler import Scheduler
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.engine.stats import EngineStats
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.generate.tokens import Completion
@@ -50,17 +50,17 @@ T = TypeVar("T")
 class Engine:
   """Completes requests by a model in this process.
 
-  `submit` and `cancel` may be called in any thread; all other methods in the thread
-  that steps the engine (`Driver` has such a thread).
+  `submit` and `cancel` may be called in any thread. All other methods must be called in
+  the thread that steps the engine (`Driver` has such a thread).
 
   Args:
     model: a `Transformer`; other modules are for the padded `Sampler`.
     tokenizer: any object that TokenizerAdapter wraps.
     config: sizes of the engine.
     gather_weights: layout of sharded weights, see `Sampler`.
-    draft_model: a small `Transformer` of the same vocabulary, on the same mesh, whose
-      tokens the model checks; needs `EngineConfig.draft_tokens`. It never changes the
-      tokens of a completion. None: prompt lookup only.
+    draft_model: a small `Transformer` with the same vocabulary, on the same mesh. The
+      model checks its tokens, so it never changes the tokens of a completion. Needs
+      `EngineConfig.draft_tokens`. None: prompt lookup only.
 
   Attributes:
     tokenizer: the adapter.
@@ -117,7 +117,7 @@ class Engine:
 
     Args:
       request: the request.
-      streams: return text while a completion grows; else all of it at its end.
+      streams: return text while a completion grows; if False, all text at its end.
 
     Raises:
       ValueError: the request can never run: too many tokens, ids outside the
@@ -164,8 +164,8 @@ class Engine:
   def has_work(self) -> bool:
     """True if a completion runs or may start.
 
-    While waiting completions are held back: if one has started and has not ended. It
-    may wait as well, because it gave its pages up.
+    While waiting completions are held back, only started ones count. A started
+    completion counts even if it waits again because it was preempted.
     """
     return self._scheduler.is_busy
 
@@ -175,12 +175,12 @@ class Engine:
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
 
-    Inside `programs.recording` nothing runs (see run/recorded.py), and the engine is
-    closed afterwards, so that each call of a plan has an engine of its own size.
+    Inside `programs.recording` nothing runs (see run/recorded.py). The engine is closed
+    afterwards, because each call of a plan makes an engine of the size it needs.
     """
     if programs.is_recording():
-      first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
-      sequences = list(map(first, requests))
+      tickets = [Ticket("a plan", request) for request in requests]
+      sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return list(map(recorded.completions, sequences))
@@ -216,7 +216,7 @@ class Engine:
     return self._step()
 
   def _or_die(self, function: Callable[[], T]) -> T:
-    """Calls a function that launches; nobody waits for ever if it fails."""
+    """Calls a function that launches; if it fails, all open requests fail too."""
     try:
       return function()
     except BaseException as error:  # an interrupt loses the cache as well
@@ -259,9 +259,9 @@ class Engine:
   ) -> None:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
-    These are the programs without drafts and those of each source of drafts.
-    Filters, biases, lists of likely tokens and scores of prompts compile when they are
-    first asked for, and so do wider rows (see docs/guides/engine.md).
+    These are the programs without drafts and those of each source of drafts. Other
+    programs compile at their first use: filters, biases, lists of likely tokens, scores
+    of prompts, and wider rows (see docs/guides/engine.md).
 
     Args:
       constraints: compile also the programs of constrained requests.
@@ -273,7 +273,7 @@ class Engine:
     for number, (source, requests) in enumerate(parts, 1):
       on_part(number, len(parts))
       if source is None:
-        self.sleep()  # rows are as narrow as those of the first requests
+        self.sleep()  # the next rows start as narrow as in a fresh engine
       self._drafts.use_only(source)
       self.run(requests)
       if source == "model":
@@ -297,10 +297,10 @@ class Engine:
       model: the model with the new weights; None: they were written into the present
         model.
       version: number of the weights; None: the next one.
-      mode: what becomes of running completions. "recompute": they keep their tokens,
-        and keys and values are computed again. "keep": they go on with the keys and
-        values of the old weights. "drain": they end before the weights change, and no
-        waiting one starts before.
+      mode: treatment of running completions. "recompute": they keep their tokens, and
+        their keys and values are computed again. "keep": they continue with the keys
+        and values of the old weights. "drain": they end before the weights change, and
+        no waiting completion starts until then.
 
     Raises:
       ValueError: the mode is unknown, or the model has another configuration.
@@ -349,7 +349,7 @@ class Engine:
     self._device.release()
 
   def wake(self) -> None:
-    """Makes the cache again, which the next `step` would do."""
+    """Does nothing, because the next `step` makes the cache again."""
 
   def close(self) -> None:
     """Frees the device; open requests receive EngineDead."""

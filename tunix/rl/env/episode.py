@@ -1,9 +1,9 @@
 """Episodes: the turns of an environment, and the rows that are trained.
 
-A row is a prompt and the ids after it, of which those that were drawn are trained and
-those of observations are not. The turns of an episode are one row as long as each
-prompt begins with the prompt and the action before it. Where a prompt does not (a
-template dropped reasoning from it, or the environment rewrote it), a new row begins.
+A row is a prompt and the ids after it. Drawn ids are trained; ids of observations are
+not. Turns share a row while each prompt begins with the previous prompt and action. If
+a prompt does not (a template dropped reasoning from it, or the environment rewrote it),
+a new row begins.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Turn:
       of a row share their memory, see prompt_ids.py.
     action: the drawn ids, and their text.
     reward: reward of the action.
-    metrics, logs: what the environment gave with it.
-    episode_done: True if the environment ended the episode with it.
+    metrics, logs: values that the environment returned with the answer.
+    episode_done: True if the environment ended the episode with this answer.
   """
 
   tokens: Tokens
@@ -95,7 +95,7 @@ class Episode:
       (no room for it), "seconds", or "failed".
     failure: why the environment failed; None if it did not.
     environment: the environment, None if it was never made.
-    group_reward: what `compute_group_rewards` gave.
+    group_reward: reward from `compute_group_rewards`.
     metrics: further numbers of the episode.
   """
 
@@ -109,7 +109,7 @@ class Episode:
 
   @property
   def reward(self) -> float:
-    """Sum of the rewards of all actions, and the reward in the group."""
+    """Sum of the rewards of all actions and of `group_reward`."""
     return sum(turn.reward for turn in self.turns) + self.group_reward
 
   @property

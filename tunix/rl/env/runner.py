@@ -30,9 +30,9 @@ from tunix.rl.rollout.client import Draw, SamplingClient
 from tunix.sandbox.child import START_TIMEOUT_S
 from tunix.sandbox.errors import describe, message_of
 
-_GRACE_S = 5.0  # in which a process that misses its deadline is killed
-_CLOSE_S = 10.0  # in which environments of a batch that failed are closed
-_WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
+_GRACE_S = 5.0  # seconds after the deadline in which a process is killed
+_CLOSE_S = 10.0  # seconds in which environments of a failed batch are closed
+_WAIT_S = 0.2  # seconds of one wait for environments, while nothing is drawn
 _MOST_FAILURE = 1000  # characters of a failure that are kept
 
 
@@ -72,7 +72,7 @@ class Runner:
       group_size: episodes of a group.
       client: draws the actions.
 
-    Returns: the episodes, group by group. Those whose environment failed have a
+    Returns: the episodes, group by group. An episode whose environment failed has a
       `failure`.
     """
     calls = Calls(self._config.workers, self._config.timeout_s)
@@ -127,7 +127,7 @@ class _Batch:
       self._calls.start(id, made, group.make, extra_s=extra, discard=close_made)
     try:
       self._run()
-    except BaseException:  # of the client: the engine failed, or nobody waits any more
+    except BaseException:  # the client failed with its engine, or was interrupted
       self._close_all()
       raise
     return [live.episode for live in self._lives]
@@ -137,7 +137,7 @@ class _Batch:
       self._draw()
       for drawn in self._client.poll() if self._client.open else ():
         self._guarded("act", drawn.number, self._act, drawn)
-      waits = not self._client.open  # `_draw` left the ready ones for calls at work
+      waits = not self._client.open  # then `_draw` holds ready ones back for open calls
       if waits and not self._ready and self._calls.all_wait:
         self._calls.fail_waiting(
           "it waits for another episode of its group, and none of them can go on"
@@ -164,7 +164,7 @@ class _Batch:
   def _guarded(
     self, kind: str, number: int, handle: Callable[[int, Any], None], result: Any
   ) -> None:
-    """Handles an answer; a wrong one ends its episode, or those of its group."""
+    """Handles an answer; a wrong answer ends its episode or all of its group."""
     try:
       if isinstance(result, EnvError):
         raise result
@@ -190,7 +190,7 @@ class _Batch:
       self._finish(self._groups[number])
 
   def _draw(self) -> None:
-    """Submits the episodes that wait for an action; in "turns" all at once."""
+    """Submits the episodes that wait for an action; in order "turns" all at once."""
     is_early = self._config.order == "turns" and (
       self._calls.working or self._client.open
     )
@@ -230,7 +230,7 @@ class _Batch:
     own = _GRACE_S if self._config.isolation == "process" else 0.0
     self._calls.start(id, method, *args, extra_s=own)
 
-  # What becomes of the answer of each kind of call.
+  # Handlers of the answers, one for each kind of call.
 
   def _after_make(self, number: int, result: Any) -> None:
     group = self._groups[number]
@@ -319,7 +319,7 @@ class _Batch:
     if is_first:
       limit = self._runner._max_prompt
     if not text_size.may_fit(observation, limit):
-      self._stop(live, "observation")  # before it costs the time of a tokenizer
+      self._stop(live, "observation")  # too long to be worth tokenizing
       return
     prompt = live.conversation.observe(observation)
     live.stops = env_lib.stops_of(stop)
@@ -376,5 +376,5 @@ class _Batch:
     group.builder, group.envs = None, []
 
   def _done(self, number: int, result: Any) -> None:
-    """Takes the end of a `close` or `cleanup`, which gives nothing."""
+    """Handles the end of a `close` or `cleanup`, which has no result."""
     del number, result

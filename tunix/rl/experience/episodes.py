@@ -1,4 +1,4 @@
-"""Rollouts by environments: a batch of prompts becomes episodes, and these the rows."""
+"""Rollouts by environments: runs prompts as episodes, and pads the episodes' rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tunix.rl.env.episode import Episode
 from tunix.rl.env.making import MakeEnv
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
 from tunix.rl.reward.outcomes import Failed, Outcome, checked
@@ -80,7 +80,7 @@ class Episodes:
 
   Args:
     cluster: the models.
-    make: makes the environments, see the module.
+    make: makes the environments, see `tunix.rl.env.making`.
     config: limits; None: the defaults.
 
   Attributes:
@@ -88,8 +88,8 @@ class Episodes:
 
   Raises:
     TypeError: `make` cannot be called.
-    ValueError: there is a reward model, a size of parts of a batch, or there are
-      several processes without an engine in each.
+    ValueError: there is a reward model, `rollout_micro_batch_size` is set, or there are
+      several processes that share one engine.
   """
 
   def __init__(
@@ -137,10 +137,10 @@ class Episodes:
   def rollouts(
     self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
   ) -> Rollouts:
-    """Runs the episodes of a batch; the rewards of functions are still missing.
+    """Runs the episodes of a batch; reward functions run later.
 
-    Each of several processes runs the episodes of its share of the prompts, and
-    receives those of the others without their environments.
+    With several processes, each one runs the episodes of its share of the prompts. It
+    receives the other episodes without their environments.
 
     Args:
       batch: the prompts.
@@ -149,16 +149,16 @@ class Episodes:
       key: key of the batch.
 
     Raises:
-      AbsentError: another process failed, or did not take part in time.
+      AbsentError: another process failed, or did not join in time.
       TypeError: a message of an environment is not JSON, with several processes.
     """
     mine = coordination.share(len(batch.prompts))
     run = functools.partial(self._share, batch, mine, mode, group, key)
     if jax.process_count() == 1:
       return self._rows(run(), batch, mode, group)
-    to_json = lambda: saved_rollouts.episodes_to_json(run())
+    to_json = lambda: rollout_codec.episodes_to_json(run())
     parts = self._cluster.rollout.exchange("episodes", to_json)
-    episodes = [x for part in parts for x in saved_rollouts.episodes_from_json(part)]
+    episodes = [x for part in parts for x in rollout_codec.episodes_from_json(part)]
     return self._rows(episodes, batch, mode, group)
 
   def _share(
@@ -178,12 +178,12 @@ class Episodes:
   def run(
     self, batch: PromptBatch, mode: Mode, group: int, client: SamplingClient
   ) -> Rollouts:
-    """Runs the episodes of a batch in this process; several threads may do so.
+    """Runs the episodes of a batch in this process; safe in several threads.
 
     Args:
       batch, mode, group: see `rollouts`.
-      client: draws the actions; the numbers of episodes start at 0. The rollouts have
-        the versions that it gives.
+      client: draws the actions; its episodes are numbered from 0. The rollouts have the
+        versions of its tokens.
     """
     episodes, _ = self._run(batch, mode, group, client)
     return self._rows(episodes, batch, mode, group, has_versions=True)
@@ -196,7 +196,7 @@ class Episodes:
     makers = []
     for row in batch.rows():
       values = {"prompt": row.pop(PROMPTS), **row}
-      # A missing column is no fault of an environment, and ends the run.
+      # Checked here, because a missing column must end the run and not one episode.
       making.arguments(self._make, values)
       made = functools.partial(making.one, self._make, values)
       if self._processes is not None:
@@ -251,7 +251,7 @@ def rollouts_of(
   Args:
     episodes: the episodes, group by group.
     batch: their prompts.
-    widths: most tokens of a prompt, and of a row after it.
+    widths: most tokens of a prompt, and most tokens of a row after its prompt.
     group_size: episodes of a prompt.
     max_rows: most rows of an episode; one with more fails.
     bucketed: see `PromptSizes.bucketed_lengths`.
@@ -294,11 +294,11 @@ def _rows_of(episode: Episode, most: int) -> list[Tokens]:
 
 
 def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
-  """Adds rows without a drawn token."""
+  """Adds rows without a drawn token, up to `count` rows."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
-  # Zeros stand for what no row of a batch knows, in which every environment failed.
-  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
-  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
+  # If every environment failed, only these rows give the batch its columns.
+  columns = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **columns)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
@@ -312,7 +312,7 @@ def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
 
 
 def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-  """Returns what reward functions receive of episodes besides the texts of answers.
+  """Returns the columns that reward functions receive in addition to the answers.
 
   `environments` has the environments (those of TRL as the user made them), and
   `conversations` the messages.
@@ -327,7 +327,7 @@ def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
 
 
 def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
-  """Returns the metrics of episodes; {} without."""
+  """Returns the metrics of episodes; {} if there are no episodes."""
   if not episodes:
     return {}
   mean = lambda values: Mean(float(np.mean(values)), len(values))

@@ -1,4 +1,7 @@
-"""The client of sampling: it draws actions for prompts, wherever the engine runs."""
+"""Interfaces of sampling clients, which draw actions for prompts.
+
+The engine of a client runs in this process or on other hosts.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ Group = tuple[int, int]  # number of the batch, number of the prompt in it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-  """An action that is to be drawn.
+  """A request to draw one action: the tokens of one turn of an episode.
 
   Attributes:
-    episode: number of the episode in the batch. With `turn` it decides the random keys.
+    episode: number of the episode in the batch. With `turn` it selects the random key.
     turn: number of the action in its episode.
-    prompt: int32 [T].
-    max_tokens: most ids of the action.
-    stops: texts that end it.
-    stop_ids: ids that end it, in addition to the end-of-sequence ids.
-    number: in a `Stream`, number of the action; None: that of the episode.
+    prompt: token ids, int32 [T].
+    max_tokens: largest number of tokens of the action.
+    stops: strings that end the action.
+    stop_ids: token ids that end the action, in addition to the end-of-sequence ids.
+    number: in a `Stream`, number of the action; None: `episode` is its number.
     group: in a `Stream`, numbers of the batch and of the prompt.
     key: in a `Stream`, random key of the batch.
   """
@@ -43,12 +46,12 @@ class Draw:
 
   @property
   def id(self) -> int:
-    """Number that the drawn action has."""
+    """Number of the drawn action: `number`, or `episode` if `number` is None."""
     return self.episode if self.number is None else self.number
 
 
 class ClientLost(RuntimeError):
-  """An engine elsewhere has ended with all that was open; a new client may begin."""
+  """The engine of another host is lost with all open actions; start a new client."""
 
 
 class SamplingClient(Protocol):
@@ -66,27 +69,28 @@ class SamplingClient(Protocol):
     ...
 
   def submit(self, draws: Sequence[Draw]) -> None:
-    """Takes actions to draw."""
+    """Submits actions to draw."""
     ...
 
   def poll(self) -> list[Completion]:
     """Works for a bounded time; returns the actions that are ready, if any.
 
-    Their `number` is `Draw.id`. They have `sampling_logps`, and `versions` and `routes`
-    if these are known.
+    The `number` of a returned action is its `Draw.id`. It has `sampling_logps`, and, if
+    they are known, `versions` and `routes`.
     """
     ...
 
   def cancel(self) -> None:
-    """Ends the client; what is open is not drawn."""
+    """Ends the client; open actions are not drawn."""
     ...
 
 
 class Stream(SamplingClient, Protocol):
   """A client that draws actions of many batches, while its weights change.
 
-  Two streams of one size draw the same bytes if they get the same actions and weights
-  before the same launches. `poll` and `load` raise ClientLost.
+  Two streams whose engines have equal sizes draw the same bytes if they get the same
+  actions and weights before the same launches. `poll` and `load` raise ClientLost if
+  the engine is lost.
 
   Attributes:
     launches: number of launches so far.
@@ -95,7 +99,7 @@ class Stream(SamplingClient, Protocol):
   launches: int
 
   def load(self, weights: Weights) -> None:
-    """Takes weights; open actions keep their tokens. The first ones start the stream.
+    """Loads weights; open actions keep their tokens. The first call starts the stream.
 
     Tokens that are drawn from now on have the version `weights.version.step`.
     """
@@ -103,12 +107,12 @@ class Stream(SamplingClient, Protocol):
 
 
 def keyed(key: jax.Array, turn: int) -> jax.Array:
-  """Returns the key of a turn; that of the first turn is the key of a plain rollout."""
+  """Returns the random key of a turn: the batch's `key` itself for turn 0."""
   return key if turn == 0 else jax.random.fold_in(key, turn)
 
 
 def groups_of(draws: Sequence[Draw]) -> list[list[Draw]]:
-  """Joins draws of consecutive episodes with equal prompts and rules."""
+  """Groups draws of consecutive episodes with equal turns, prompts and rules to end."""
   groups: list[list[Draw]] = []
   for draw in draws:
     last = groups[-1][-1] if groups else None

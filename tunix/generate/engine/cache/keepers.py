@@ -1,4 +1,4 @@
-"""Choice of the keeper of a cache: rows over pages, or pages that attention reads."""
+"""The choice between `PageKeeper` and `RowKeeper`, the two keepers of a cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper, Stored, computed_of
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.layer_groups import Windows
+from tunix.generate.engine.scheduling.layer_groups import Windows
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.paged import attention as paged
 from tunix.utils import mesh as mesh_lib
@@ -28,7 +28,7 @@ def keeper_of(
     config: sizes of the engine.
     mesh: mesh of the weights, or None.
     windows: the windows of the groups of layers; None: those of this model.
-    stored: returns the number of tokens of a completion that have keys.
+    stored: returns the number of tokens of a completion that have keys and values.
   """
   name = config.attention
   calls = [
@@ -44,7 +44,7 @@ def keeper_of(
     for kind in model.kinds
   ]
   paths = {paged.choose(call, name) for call in calls if name != "rows"}
-  # XLA gathers whole pages in every round; rows are gathered once.
+  # The path "gather" copies whole pages in every round. Rows are filled only once.
   if name == "rows" or (name == "auto" and "gather" in paths):
     return RowKeeper(model, config, windows, stored)
   return PageKeeper(model, config, paths.pop(), mesh, windows)

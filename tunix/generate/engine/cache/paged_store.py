@@ -1,4 +1,4 @@
-"""The cache on devices whose attention reads pages, and the arrays of it."""
+"""The cache for devices whose attention reads pages directly, and its arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.paged import attention as paged
 from tunix.models.transformer.paged.attention import PagedLayer
@@ -47,7 +47,7 @@ class PageLayer:
     **others: Any,
   ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
     """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
-    del others  # the path of attention belongs to the pages, as does their sharding
+    del others  # `PagedLayer` has its own path of attention and sharding
     pages = self.pages
     if key is not None and value is not None:
       pages = paged.write(pages, key, value, self.ragged)
@@ -89,10 +89,10 @@ class PageStore:
   """The pages of all layers.
 
   Attributes:
-    layers: one for each layer.
-    tables: int32 [B, N] of each group of layers: pages of each slot, in order. 0 stands
-      for pages that no query sees.
-    groups: group of each layer, see host/layer_groups.py.
+    layers: the pages of each layer.
+    tables: int32 [B, N] for each group of layers: the page numbers of each slot, in
+      order; 0 for pages that no query sees.
+    groups: group of each layer, see scheduling/layer_groups.py.
   """
 
   layers: tuple[PagedLayer, ...]
@@ -111,7 +111,7 @@ class PageStore:
     return dataclasses.replace(self, layers=layers)
 
   def forked(self, sources: Any) -> PageStore:
-    """Returns the store itself: the pages of a fork are copied before a launch."""
+    """Returns the store unchanged: pages of a fork are copied before a launch."""
     del sources
     return self
 
@@ -130,7 +130,7 @@ class PageStore:
 
   @staticmethod
   def _group(table: Any, positions: Any, is_valid: Any, *, width: int) -> Group:
-    """Returns rows of `width` tokens, of which the first ones are valid."""
+    """Returns rows of `width` tokens, in which valid tokens come before padding."""
     rows = lambda x: x.reshape(-1, width)
     return Group(
       table=table,
@@ -144,7 +144,7 @@ def copied(store: PageStore, copies: Int[Array, "n G 2"], count: Any) -> PageSto
   """Copies pages.
 
   Args:
-    store: donated.
+    store: the store; its buffers are donated.
     copies: (from, to) page numbers of each group; the first `count` are used.
     count: int32 scalar.
   """
@@ -209,7 +209,7 @@ class PageKeeper:
   width = 0  # there are no rows
 
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
-    """Copies pages, and lists the pages of the slots."""
+    """Makes the page tables of all slots, and copies the pages that the plan lists."""
     c, size = self._config, max(64, self._config.slots)
     groups = len(self.store.tables)
     tables = np.zeros((groups, c.slots, c.pages_of(c.max_tokens)), np.int32)

@@ -13,10 +13,10 @@ import numpy as np
 from tunix.generate.engine.cache import rows
 from tunix.generate.engine.cache.rows import Store
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.sizes import batching
 from tunix.models.transformer.config import TransformerConfig
 from tunix.perf import programs
@@ -28,8 +28,8 @@ Stored = Callable[[Sequence], int]
 # Tokens of the narrowest row.
 _NARROWEST = 128
 
-# Rows become narrower if they can lose this share. To fill new rows costs about one
-# round, and a launch has several.
+# Rows become narrower if the new width is at most this share of the old one. Filling
+# the new rows costs about one round, and a launch has several rounds.
 _SHRINK = 0.5
 
 
@@ -46,7 +46,7 @@ class RowKeeper:
     config: sizes of the engine.
     windows: the windows of the groups of layers, in the order of `Sequence.pages`;
       None: those of this model.
-    stored: returns the number of tokens of a completion that its row has.
+    stored: returns the number of tokens of a completion that are in its row.
 
   Attributes:
     store: rows and pages; None until the first launch.
@@ -104,7 +104,7 @@ class RowKeeper:
       for s in loads
       if s.slot is not None
       for place in range(c.pages_of(self._stored(s)))
-      if any(s.pages_at(place))  # else no layer sees it
+      if any(s.pages_at(place))  # without a page, no layer sees it
     ]
     if not (plan.copies or listed):
       return
@@ -124,7 +124,7 @@ class RowKeeper:
   def move_nothing(self) -> None:
     """Calls the programs that move pages, with nothing to move.
 
-    They are then compiled, or recorded, for the present width.
+    This compiles or records them for the current width of rows.
     """
     groups = len(self._windows)
     none = self._list([], 2 + groups), np.int32(0)
@@ -133,7 +133,7 @@ class RowKeeper:
     self.store = programs.call("engine write", self._write, self.store, *none)
 
   def _write_parts(self, sequences: Iterable[Sequence]) -> None:
-    """Writes the pages that are in rows only, because they are not full yet."""
+    """Writes the partly filled last pages, which only the rows have so far."""
     size, ends = self._config.page_tokens, ((s, self._stored(s)) for s in sequences)
     self.write(
       (s.slot, end // size, *s.pages_at(end // size))
@@ -144,7 +144,7 @@ class RowKeeper:
   def _batches(
     self, items: list[tuple[Any, ...]], *columns: int
   ) -> Iterator[tuple[np.ndarray, np.int32]]:
-    """Yields lists of one fixed length, and how many of their entries are used."""
+    """Yields lists of one fixed length, each with the number of its used entries."""
     size = self._list_size
     for at in range(0, len(items), size):
       part = items[at : at + size]
@@ -209,14 +209,15 @@ def widths(config: EngineConfig) -> list[int]:
 
 
 def _width(tokens: int, config: EngineConfig) -> int:
-  """Returns the tokens of a row that holds `tokens`: one of a few widths.
+  """Returns the width of a row that holds `tokens` tokens, one of a few widths.
 
-  Attention runs over whole rows, so a narrower one is faster; each width is a program.
+  Attention runs over whole rows, so narrow rows are faster. Each width needs a compiled
+  program, so there are few.
   """
   tile = rows.tile_tokens(config.page_tokens)
   whole = lambda tokens: -(-tokens // tile) * tile
   least, most = whole(_NARROWEST), whole(config.max_tokens)
   double = least * batching.bucket(-(-tokens // least))
-  # Widths are powers of two, and three quarters of each.
+  # Widths are `least` times powers of two, and three quarters of these.
   between = whole(3 * double // 4)
   return min(most, between if tokens <= between and double > least else double)

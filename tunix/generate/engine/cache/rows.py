@@ -1,15 +1,17 @@
-"""The cache on devices whose attention does not read pages: rows over pages.
+"""The cache for devices whose attention does not read pages: rows backed by pages.
 
 Every slot has a row of W tokens, in the layout that attention of one token needs. Keys
 are stored in tiles of T tokens, [W / T, H, T], and values in tiles of E of their H
-features, [H / E, W, E]. The products of a query with a row are then a batch of products
-with matrices that are 16 to 64 numbers wide, which XLA's CPU backend multiplies as they
-are; wider ones it copies first (8 rows of 256 tokens, 4 heads of 64 features: scores
-take 0.10 ms a layer instead of 0.24, and with 128 features 0.19 instead of 0.48). A
-token is at the place of its position, so a row needs no padding.
+features, [H / E, W, E]. The product of a query with a row is then a batch of products
+with matrices of 16 to 64 columns. XLA's CPU backend multiplies these matrices without a
+copy, and copies wider ones first. For 8 rows of 256 tokens and 4 heads of 64 features,
+the scores of a layer take 0.10 ms instead of 0.24 ms. With 128 features they take
+0.19 ms instead of 0.48 ms. The token at position p is at index p of its row, so a row
+needs no padding.
 
-The pages hold the same keys and values for longer than a row: a completion that gets a
-slot is loaded from its pages, and a launch ends by writing the pages that it changed.
+The pages keep the same keys and values for longer than a row does. When a completion
+gets a slot, its row is filled from its pages. At the end of a launch, the pages that it
+filled are written from the rows.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import paths as attention_paths
@@ -34,10 +37,10 @@ Leaf = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-  """The places of the T tokens of a round: first those of all slots, then blocks.
+  """The places of the T tokens of a round: tokens of all slots, then tokens of blocks.
 
   Attributes:
-    slots: int32 [T], slot of each token; B for tokens that are not written.
+    slots: int32 [T], slot of each token; B (the number of slots) if it is not written.
     positions: int32 [T].
     block_slots: int32 [N], slot of each block.
     width: number of tokens of each slot.
@@ -73,11 +76,11 @@ class RowLayer:
     value: Float[Array, "T 1 K H"] | None,
     **options: Any,
   ) -> tuple[Float[Array, "T 1 N H"], RowLayer]:
-    """Writes the tokens' keys and values, and attends to those of their rows.
+    """Writes the tokens' keys and values, and attends to the rows of their slots.
 
     Args:
       query: the queries of the tokens.
-      key, value: those of the tokens; None if they were written already.
+      key, value: keys and values of the tokens; None if they were written already.
       **options: see `cache.LayerCache.attend`.
     """
     p = self.places
@@ -118,7 +121,7 @@ def _attend(
   rules: ShardingRules,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "R Q N H"]:
-  """Returns attention of each query to its row, up to its position."""
+  """Returns the attention of each query to the tokens of its row up to its position."""
   (r, q, n, h), heads, width = query.shape, k.shape[1], v.shape[3]
   index = jnp.arange(width)
   seen = index <= positions[:, :, None]
@@ -136,7 +139,7 @@ def _attend(
       rules=rules,
       sinks=sinks,
     )
-  # XLA's CPU backend has no product of two bfloat16 arrays in float32.
+  # XLA's CPU backend cannot multiply bfloat16 arrays with a float32 result.
   dtype = jnp.float32 if mesh_lib.context_platform() == "cpu" else query.dtype
   with jax.named_scope("scores"):
     rows = query.reshape(r, q, heads, n // heads, h).transpose(0, 2, 3, 1, 4)
@@ -156,7 +159,10 @@ def _attend(
 
 
 def _of_tiles(
-  spec: str, rows: Float[Array, "R K A B"], tiles: Float[Array, "R K J B C"], dtype: Any
+  spec: str,
+  rows: Float[Array, "R K A B"],
+  tiles: Float[Array, "R K J B C"],
+  dtype: DTypeLike,
 ) -> Float[Array, "R K J A C"]:
   """Returns the products of rows with each tile, float32.
 
@@ -168,8 +174,9 @@ def _of_tiles(
   """
   rows, tiles = rows.astype(dtype), tiles.astype(dtype)
   if mesh_lib.context_platform() == "cpu":
-    # XLA's CPU backend would compute the rows once for each tile. It sees products in
-    # this sum, and the tiles share the rows. A single row it would not see as one.
+    # With einsum, XLA's CPU backend would compute the rows again for each tile. This
+    # sum becomes products of matrices, in which the tiles share the rows. XLA does not
+    # do this for a single row, so a single row is doubled.
     count = rows.shape[2]
     rows = jnp.concatenate([rows, rows], axis=2) if count == 1 else rows
     out = jnp.sum(rows[:, :, None, :, :, None] * tiles[:, :, :, None], axis=4)
@@ -184,10 +191,10 @@ class Store:
   """Keys and values of all layers.
 
   Attributes:
-    rows_k, rows_v: one array a layer, see `RowLayer`.
-    pages_k: keys [P, K, 1, H, page], one array a layer.
-    pages_v: values [P, K, H / E, page, E], one array a layer.
-    groups: group of each layer, see host/layer_groups.py.
+    rows_k, rows_v: one array per layer, see `RowLayer`.
+    pages_k: keys [P, K, 1, H, page], one array per layer.
+    pages_v: values [P, K, H / E, page, E], one array per layer.
+    groups: group of each layer, see scheduling/layer_groups.py.
   """
 
   rows_k: tuple[jax.Array, ...]
@@ -205,7 +212,7 @@ class Store:
     return dataclasses.replace(self, rows_k=cache.k, rows_v=cache.v)
 
   def forked(self, sources: Any) -> Store:
-    """Returns the store itself: the pages of a fork are copied before a launch."""
+    """Returns the store unchanged: pages of a fork are copied before a launch."""
     del sources
     return self
 
@@ -241,7 +248,7 @@ def load(store: Store, copies: Int[Array, "n G 2"], count, loads, load_count) ->
   """Copies pages, and then fills parts of rows from pages.
 
   Args:
-    store: donated.
+    store: the store; its buffers are donated.
     copies: (from, to) page numbers of each group; the first `count` are used.
     count: int32 scalar.
     loads: int32 [m, 2 + G], (slot, page of the row, page numbers of the groups); the
@@ -281,7 +288,7 @@ def write_back(store: Store, writes: Int[Array, "m C"], count) -> Store:
   """Writes parts of rows to pages.
 
   Args:
-    store: donated.
+    store: the store; its buffers are donated.
     writes: int32 [m, 2 + G], (slot, page of the row, page numbers of the groups); the
       first `count` are used.
     count: int32 scalar.
@@ -312,13 +319,13 @@ def write_back(store: Store, writes: Int[Array, "m C"], count) -> Store:
 
 
 def _key_place(row: jax.Array, slot: Any, token: Any) -> tuple[Any, ...]:
-  """Returns where the keys of a page begin, whose first token is `token`."""
+  """Returns the start, in all axes, of a page's keys; `token` is its first token."""
   tile, inside = jnp.divmod(token, row.shape[4])
   return slot, 0, tile, 0, inside
 
 
 def tile_tokens(page_tokens: int) -> int:
-  """Returns the tokens T of a tile of keys: one page, or more of at most 32 tokens."""
+  """Returns the tokens T of a tile of keys: all pages that fit in 32, at least one."""
   return page_tokens * max(1, 32 // page_tokens)
 
 

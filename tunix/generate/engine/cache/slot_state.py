@@ -1,15 +1,15 @@
 """The state of layers that keep no keys and values: one state for each slot.
 
-A recurrent layer (a gated delta net, Mamba-2) has a state of fixed size: what it knows
-of all tokens so far, and the last inputs of a short convolution. The state lives in its
-slot and begins as zeros. It is never stored in pages, so no completion can begin with
-the prefix of another one. There is one exception: the samples of a request are
-prefilled once, and each of them gets a copy of the state after the prompt. A completion
-that gave its slot up is computed again from its first token.
+A recurrent layer (a gated delta net, Mamba-2) has a state of fixed size: a summary of
+all tokens so far, and the last inputs of a short convolution. The state belongs to a
+slot and begins as zeros. It is never stored in pages, so no completion can reuse the
+prefix of another request. The samples of one request are prefilled once, and each of
+them gets a copy of the state after the prompt. A completion that loses its slot is
+computed again from its first token.
 
-A mixer takes part by two things. Its method `empty_state(rows)` returns the state of
-`rows` new rows, a tree of arrays [rows, ...]. In a call with a cache it runs its tokens
-by the method `recur` of that cache.
+A mixer with a state needs two things. Its method `empty_state(rows)` returns the state
+of `rows` new rows, a tree of arrays [rows, ...]. In a call with a cache, it runs its
+tokens with the method `recur` of the layer's cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 State = Any
 # Runs rows of consecutive tokens: (state [R, ...], inputs [R, Q, ...], is_valid [R, Q])
@@ -62,7 +62,7 @@ class SlotLayer:
     """
     p = self.places
     slots = jax.tree.leaves(self.state)[0].shape[0]
-    assert p.width <= 1  # the engine refuses drafts, which would have to be undone
+    assert p.width <= 1  # the engine refuses drafts: they can need undoing
     own, is_valid, state, parts = slots * p.width, p.slots < slots, self.state, []
     if p.width:
       tokens = jax.tree.map(lambda x: x[:own], inputs)
@@ -106,7 +106,7 @@ class SlotCache:
 
   Attributes:
     inner: the cache of the other layers.
-    states: the states of each layer; None for the other layers.
+    states: the state of each layer; None for layers without one.
     places: where the tokens of the call are.
   """
 
@@ -156,7 +156,7 @@ class SlotStore:
     return SlotCache(self.inner.at(places), self.states, places)
 
   def after(self, cache: SlotCache) -> SlotStore:
-    """Returns the store with what a call of the model returned."""
+    """Returns the store with the cache that a call of the model returned."""
     return SlotStore(self.inner.after(cache.inner), cache.states)
 
   def forked(self, sources: Int[Array, "B"]) -> SlotStore:
@@ -178,7 +178,7 @@ def makers_of(model: Any) -> tuple[Maker | None, ...]:
 
 
 def scheduled(config: EngineConfig, model: Any) -> EngineConfig:
-  """Returns the sizes for the scheduler, which shares no prefix of a state.
+  """Returns the scheduler's sizes: a model with states has no prefix cache.
 
   Raises:
     ValueError: the model has states, and the engine has drafts.
@@ -228,7 +228,7 @@ class SlotKeeper:
     self._states = () if store is None else store.states
 
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
-    """Prepares the pages. A state begins anew with the first token of a completion."""
+    """Prepares the pages; states restart from zeros at a completion's first token."""
     self._inner.prepare(plan, running)
 
   def move_nothing(self) -> None:

@@ -1,4 +1,4 @@
-"""Arrival of a request: it is checked, and becomes one sequence a completion."""
+"""Checks an arriving request, and makes one sequence for each of its completions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from tunix.generate.decoders import decoders
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.host.text import TextReader
 from tunix.generate.engine.request import Matcher, Ticket
 from tunix.generate.engine.run import arrays
+from tunix.generate.engine.scheduling.sequence import Sequence
+from tunix.generate.engine.scheduling.text import TextReader
 from tunix.generate.padded import requests as requests_lib
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -39,7 +39,7 @@ def sequences_of(
     model: the model; its vocabulary and positions bound the request.
     tokenizer: turns tokens into text, and names the ids that end a completion.
     config: sizes of the engine.
-    orders: numbers of submission.
+    orders: yields the submission numbers.
     adapter: number of the request's adapter.
     streams: see `Engine.submit`.
 

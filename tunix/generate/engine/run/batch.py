@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.draft_policy import Source
 from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.engine.scheduling.draft_policy import Source
 from tunix.generate.tokens import Completion
 
 
@@ -26,10 +26,10 @@ def run(engine: Any, requests: Seq[EngineRequest]) -> list[list[Completion]]:
   """
   tickets: dict[int, Ticket] = {}
   try:
-    # The longest first: it would run alone at the end.
+    # The longest starts first, because otherwise it would run alone at the end.
     for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
       tickets[i] = engine.submit(requests[i], streams=False)
-  except Exception:  # one cannot run, and the others would run for nobody
+  except Exception:  # no result is returned, so the other requests need not run
     for ticket in tickets.values():
       engine.cancel(ticket)
     raise
@@ -78,11 +78,11 @@ def warm_up_parts(
     constraints: True adds constrained requests.
 
   Returns:
-    The source of drafts of each batch, None for constrained requests; and the batch.
-    Short requests are first, in rows as narrow as those of most requests.
+    Pairs of a source of drafts (None for constrained requests) and a batch. Batches of
+    short requests come first, so that their rows are as narrow as in most requests.
   """
   wide: list[WarmUpPart] = [
-    # Other prompts than before, whose prefixes are not in the cache.
+    # Prompts that differ between sources, so that no prefix is in the cache.
     (source, plain_requests(config, number % vocab_size))
     for number, source in enumerate(sources)
   ]
@@ -116,8 +116,8 @@ def constrained_requests(
 ) -> list[list[EngineRequest]]:
   """Returns batches of requests that run the programs of constrained requests.
 
-  There is a program for each number of blocks of a round, and one for rounds that
-  prefill nothing. A batch has the fewest blocks that need the next program.
+  Each number of blocks of a round has a program, and so do rounds without prefill. A
+  batch has the smallest number of blocks that needs the next program.
 
   Args:
     config: sizes of the engine.
@@ -131,10 +131,10 @@ def constrained_requests(
     counts = [min(pages, needed - done) for done in range(0, needed, pages)]
     needed = width + 1
     if len(counts) > config.slots:
-      break  # so many blocks never come together
+      break  # a round has at most one prompt for each slot
     batch = []
     for count in counts:
-      token += 1  # other prompts than before, whose prefixes are not in the cache
+      token += 1  # a new prompt, so that no prefix is in the cache
       batch.append(
         EngineRequest(
           prompt=np.full(min(count * size, most), token % vocab_size, np.int32),

@@ -12,26 +12,26 @@ import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device.state import Out
-from tunix.generate.engine.host import matching
-from tunix.generate.engine.host.draft_policy import DraftPolicy, Source
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.scheduler import Scheduler
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import RequestError
 from tunix.generate.engine.run import results
+from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling.draft_policy import DraftPolicy, Source
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.scheduler import Scheduler
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.engine.stats import COUNTED
 
 
 class Launches:
-  """Plans launches, runs them, and hands out what was drawn.
+  """Plans launches, runs them, and hands out the drawn tokens.
 
   Args:
     config: sizes of the engine.
     device: runs a launch, see `device.Device`.
     scheduler: queue, slots and pages.
-    drafts: decides what makes drafts.
+    drafts: chooses the source of drafts.
     vocab_size: V.
-    end: called with a completion that has ended, and why.
+    end: called with each completion that has ended and the reason.
 
   Attributes:
     counts: counts since the engine was made, see `EngineStats`.
@@ -64,7 +64,7 @@ class Launches:
     scheduler = self._scheduler
     rounds = self._config.rounds
     if any(s.matcher for s in scheduler.active()) or self._next_is_constrained():
-      rounds = 1  # the host computes which tokens may follow after each token
+      rounds = 1  # the host computes the allowed tokens after each token
     drawn = self._drawn_alone()
     plan = scheduler.plan(min(rounds, drawn or rounds))
     if drawn == 0 and plan.rounds:
@@ -117,7 +117,7 @@ class Launches:
     source: Source,
     version: int,
   ) -> None:
-    """Takes what a launch drew, and hands it out."""
+    """Reads the tokens that a launch drew, and hands them out."""
     size = self._config.page_tokens
     before = [0 if s is None else s.computed for s in running]
     ends = {b.sequence: b.start + b.count for r in plan.rounds for b in r}
@@ -125,7 +125,8 @@ class Launches:
       self._scheduler.forked(fork)
       if (routes := fork.leader.routes) is not None:
         fork.follower.record(0, routes[: len(fork.leader.request.prompt)])
-    # The pages of a follower are its leader's, and a copy that the next launch makes.
+    # A follower has its leader's pages, and the next launch copies the last, partial
+    # one. So nothing is written for it here.
     followers = {fork.follower for fork in plan.forks}
     leaders = {fork.leader for fork in plan.forks}
     written, over = [], []
@@ -136,13 +137,13 @@ class Launches:
       self.counts["generated_tokens"] += count
       computed = s.length - 1 if count else ends.get(s, s.computed)
       self._scheduler.computed(s, computed)
-      # A page is written when it is full. A part of one stays in its row, unless
-      # followers copy it.
+      # Full pages are written. A partial page stays in its row, unless followers
+      # copy it.
       end = -(-computed // size) if s in leaders else computed // size
       if s not in followers:
         pages = range(before[slot] // size, end)
         written += [(slot, page, *s.pages_at(page)) for page in pages]
-      if out.bad[slot] and reason is None:  # else a stop string came before it
+      if out.bad[slot] and reason is None:  # else it ended before the bad token
         s.failure = _not_finite(s)
       results.hand_out(s, out, slot, count, None if s.failure else reason, version)
       if s.failure is not None:
@@ -156,10 +157,10 @@ class Launches:
       self._end(s, reason)
 
   def _drawn_alone(self) -> int | None:
-    """Returns the drawn tokens of a stream that runs alone; None for others.
+    """Returns the number of tokens of a stream that runs alone; None otherwise.
 
-    Its launches draw 1, 1, 2, 4 and 8 tokens, so that a short text comes in parts too.
-    This costs up to four launches, for which no other completion waits.
+    Its launches draw 1, 1, 2, 4 and 8 tokens, so that a short text arrives in parts
+    too. This costs up to four more launches, and delays no other completion.
     """
     match [*self._scheduler.active(), *self._scheduler.waiting]:
       case [alone] if alone.reader.streams:
@@ -170,7 +171,7 @@ class Launches:
     return any(s.matcher is not None for s in self._scheduler.waiting)
 
   def _allowed(self, running: list[Sequence | None]) -> np.ndarray:
-    """Returns the allowed tokens of each slot, see `choice.choose`."""
+    """Returns the allowed tokens of each slot, see `token_sampling.choose`."""
     words = -(-self._vocab_size // 32)
     allowed = np.full((self._config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):

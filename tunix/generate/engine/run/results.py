@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.device.state import Out, PromptOut
-from tunix.generate.engine.host import matching
-from tunix.generate.engine.host.plan import Block
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import RequestError, Ticket
+from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling.plan import Block
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion, Delta, Tokens, joined
 
 
@@ -22,7 +22,7 @@ def take(s: Sequence, out: Out) -> tuple[int, str | None]:
     out: results of the launch, on the host.
 
   Returns:
-    The number of new tokens, and why the completion ended, or None.
+    The number of new tokens, and the reason for the end, None if it has not ended.
   """
   assert s.slot is not None
   prompt, count = len(s.request.prompt), int(out.count[s.slot])
@@ -31,17 +31,17 @@ def take(s: Sequence, out: Out) -> tuple[int, str | None]:
   drawn = out.chosen.ids[s.slot, :count]
   s.tokens[s.length : s.length + count] = drawn
   routes = out.chosen.routes
-  if routes is not None:  # each token is drawn by a run of the token before it
+  if routes is not None:  # experts of the inputs: the token before each drawn one
     s.record(s.length - 1, np.asarray(routes[s.slot, :count]))
   stopped, length = bool(out.stopped[s.slot]), s.length + count
   reason = "eos" if stopped else "length" if length >= s.limit else None
   try:
     stop = s.reader.find_stop(s.tokens[prompt : length - stopped])
-    if stop is not None:  # what was drawn after it does not count
+    if stop is not None:  # tokens after the stop string do not count
       count, reason = prompt + stop - s.length, "stop"
     if reason != "eos":
       matching.accept(s, np.asarray(drawn[:count]))
-  except RequestError as error:  # it concerns this completion only
+  except RequestError as error:  # only this completion fails
     s.failure = error
   s.length += count
   return count, reason
@@ -52,7 +52,7 @@ def hand_out(
 ) -> None:
   """Puts the last `count` tokens of a completion into its ticket.
 
-  If they have no text, the completion gets its `failure` instead.
+  If they cannot be decoded, sets the `failure` of the completion instead.
   """
   request = s.request
   if not count and reason is None:
