@@ -59,7 +59,8 @@ class AutoModel:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
-      folder: the folder, or a hub id "owner/name", which is downloaded once.
+      folder: the folder or a GGUF file; or a hub id "owner/name", which is downloaded
+        once.
       mesh: the mesh of the weights; each device reads only its part. None uses the mesh
         of the context, or the default device.
       revision: a commit, tag or branch of a hub id; None for the newest commit.

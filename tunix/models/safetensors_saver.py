@@ -98,7 +98,8 @@ def save_pretrained(
   origin = None if source is None else pathlib.Path(source)
   if origin is not None and not origin.is_dir():
     raise FileNotFoundError(
-      f"there is no folder {origin}: give the folder with the tokenizer files"
+      f"there is no folder {origin}: give the folder with the tokenizer files (that of "
+      "a GGUF file is automodel.resolve_folder(FILE))"
     )
   config = model.config
   if dtype is not None and isinstance(config, TransformerConfig):

@@ -33,7 +33,8 @@ class ModelSettings:
   """The model, and how it computes.
 
   Attributes:
-    path: a Hugging Face folder (config.json and safetensors), or a hub id "owner/name".
+    path: a Hugging Face folder (config.json and safetensors), a GGUF file, or a hub id
+      "owner/name".
     revision: commit, tag or branch of a hub id and of its tokenizer; null: the newest
       commit. The run keeps the commit that it starts with.
     name: a preset to train from scratch, such as llama3p2_1b or qwen3_0p6b; instead of
@@ -90,7 +91,7 @@ class TokenizerSettings:
   """The tokenizer and its chat template.
 
   Attributes:
-    path: folder or hub id of the tokenizer; null: model.path.
+    path: folder, GGUF file or hub id of the tokenizer; null: model.path.
     chat_template: file with a jinja chat template that replaces the tokenizer's.
     template_args: variables of the chat template that training rows, prompts, rollouts
       and evaluations have: {enable_thinking: false} for answers without reasoning from
