@@ -88,6 +88,7 @@ HEAVY = {
   "tokenizers": {"generate/tokenizer/loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/reward/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
+  "reasoning_gym": set(),  # likewise, see rl/env/adapters/reasoning_gym.py
   "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
   "xxhash": {"sft/checkpoints/checksums.py"},

@@ -175,32 +175,32 @@ def _canonical(config: Any) -> Any:
   )
 
 
-def _token_ids(known: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: known[name] for name in _TOKEN_IDS if known.get(name) is not None}
+def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
 
 
 def _unknown_fields(
-  known: Mapping[str, Any], hf: Mapping[str, Any], family: Family
+  source: Mapping[str, Any], hf: Mapping[str, Any], family: Family
 ) -> dict[str, Any]:
   """Returns the fields of the source's `config.json` that say nothing about the model.
 
   Args:
-    known: the source's `config.json`.
+    source: the source's `config.json`.
     hf: the one that is written. Fields with which it is read as another model, such as
       another spelling of a setting that was changed, are left out.
     family: the family of the model.
   """
-  kept: dict[str, Any] = {}
-  if not known or known.get("model_type") != hf.get("model_type"):
-    return kept  # for example the text part of a model of texts and images
-  wanted = family.config_from_hf(hf)
-  for name, value in known.items():
+  extra: dict[str, Any] = {}
+  if not source or source.get("model_type") != hf.get("model_type"):
+    return extra  # for example the text part of a model of texts and images
+  config = family.config_from_hf(hf)
+  for name, value in source.items():
     if name in hf or name in _NOT_WRITTEN:
       continue
     with contextlib.suppress(ValueError):
-      if family.config_from_hf({**kept, **hf, name: value}) == wanted:
-        kept[name] = value
-  return kept
+      if family.config_from_hf({**extra, **hf, name: value}) == config:
+        extra[name] = value
+  return extra
 
 
 def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:

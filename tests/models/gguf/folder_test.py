@@ -8,11 +8,13 @@ import shutil
 import pytest
 
 from tests.models.gguf import ggufs, tokenizer_test
+from tunix.cli.make import fingerprints, loading
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.gguf import folder as gguf_folder
 
 KEY = tokenizer_test.KEY
+ENDS = ("<|im_end|>", "</think>")
 TEXT = "It's 2026 <|im_start|>now"
 
 
@@ -25,7 +27,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def metadata():
   made = tokenizer_test.trained("llama-bpe")
-  return tokenizer_test.keys_of(made, chat_template="{{ messages }}")
+  ends = [made.token_to_id(text) for text in ENDS]
+  return tokenizer_test.keys_of(made, eos_ids=ends, chat_template="{{ messages }}")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,19 @@ def test_a_file_is_a_folder_at_every_door(cache, file):
   made = tokenizer_test.trained("llama-bpe")
   assert by_file.encode(TEXT) == made.encode(TEXT, add_special_tokens=False).ids
   assert by_file.chat_template == "{{ messages }}"
-  assert by_file.eos_ids() == (made.token_to_id("<|im_end|>"),)
+  assert by_file.eos_ids() == tuple(made.token_to_id(text) for text in ENDS)
   assert not by_file.add_bos
+
+
+def test_an_adapter_of_a_file_ends_answers_as_the_file_does(cache, file, tmp_path):
+  adapter = tmp_path / "adapter"
+  trained = tokenizer_test.trained("gpt-2")  # with a tokenizer of its own
+  TokenizerAdapter(trained).save(adapter)
+  (adapter / "adapter_config.json").write_text("{}")
+  loaded = loading.load_tokenizer(str(file), str(adapter))
+  assert loaded.encode(TEXT) == trained.encode(TEXT, add_special_tokens=False).ids
+  ids = [tokenizer_test.trained("llama-bpe").token_to_id(text) for text in ENDS]
+  assert {*ids} <= {*loaded.eos_ids()}
 
 
 def test_a_folder_with_one_file_and_a_file_of_another_name(cache, file):
@@ -62,6 +76,13 @@ def test_a_folder_with_one_file_and_a_file_of_another_name(cache, file):
     automodel.resolve_folder(file.parent)
   with pytest.raises(ValueError, match=r"revision is 'v1' and .*tiny.gguf is a file"):
     automodel.resolve_folder(file, "v1")
+
+
+def test_files_beside_a_file_are_no_part_of_its_tokenizer(cache, file):
+  loaded = TokenizerAdapter.from_pretrained(file)
+  before = fingerprints.of_tokenizer(loaded, str(file))
+  (file.parent / "tokenizer.json").write_text("{}")
+  assert fingerprints.of_tokenizer(loaded, str(file)) == before
 
 
 def test_a_changed_file_has_a_new_folder(cache, file):

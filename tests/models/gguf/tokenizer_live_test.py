@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files against llama.cpp's own.
 
-LLAMA_CPP_PYTHON names the Python of an environment with llama-cpp-python, and
-REAL_GGUFS the files of real models, with ":" between them.
+LLAMA_CPP_PYTHON names the Python of an environment with llama-cpp-python, REAL_GGUFS
+the files of real models and REAL_FOLDERS their Hugging Face folders, with ":" between.
 """
 
 import json
@@ -15,27 +15,39 @@ import pytest
 import tokenizers
 
 from tests.models.gguf import ggufs, script_texts, tokenizer_test
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.gguf import header, tokenizer as gguf_tokenizer
 from tunix.models.gguf.tokenizer import Kind
+from tunix.models.gguf.tokenizer_keys import metadata_of
 
 pytestmark = pytest.mark.slow
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON")
-FILES = [*filter(None, os.environ.get("REAL_GGUFS", "").split(":"))]
+FILES, FOLDERS = (
+  [*filter(None, os.environ.get(name, "").split(":"))]
+  for name in ("REAL_GGUFS", "REAL_FOLDERS")
+)
 needs_llama_cpp = pytest.mark.skipif(PYTHON is None, reason="LLAMA_CPP_PYTHON is unset")
 
 
-def check_equal(file, texts):
-  """Compares the token ids of all texts with llama.cpp's."""
+def check_equal(file, texts, ours=None):
+  """Compares the token ids of all texts with llama.cpp's.
+
+  Args:
+    file: the GGUF file.
+    texts: the texts.
+    ours: a `tokenizers.Tokenizer`; None: the one of the file.
+  """
   program = pathlib.Path(__file__).with_name("llama_cpp_ids.py")
   command = [PYTHON, program, file]
   done = subprocess.run(
     command, input=json.dumps(texts), capture_output=True, text=True, check=True
   )
-  files = gguf_tokenizer.files_of(header.read(pathlib.Path(file)).metadata)
-  ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
-  ours = ours.encode_batch(texts, add_special_tokens=False)
-  for text, a, b in zip(texts, ours, json.loads(done.stdout), strict=True):
+  if ours is None:
+    files = gguf_tokenizer.files_of(header.read(pathlib.Path(file)).metadata)
+    ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+  encoded = ours.encode_batch(texts, add_special_tokens=False)
+  for text, a, b in zip(texts, encoded, json.loads(done.stdout), strict=True):
     assert a.ids == b, text
 
 
@@ -60,6 +72,23 @@ def written(path, metadata):
   writer.write_tensors_to_file()
   writer.close()
   return path
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("folder", FOLDERS, ids=os.path.basename)
+def test_exported_tokenizers_of_real_folders(folder, tmp_path):
+  adapter = TokenizerAdapter.from_pretrained(folder)
+  content = json.loads(adapter.tokenizer.to_str())
+  metadata = metadata_of(
+    content,
+    roles={"bos_token": adapter.bos_token, "eos_token": adapter.eos_token},
+    eos_ids=adapter.eos_ids(),
+    chat_template=adapter.chat_template,
+    add_bos=adapter.add_bos,
+    rows=adapter.vocab_size,
+  )
+  texts = script_texts.texts(10_000, [*adapter.special_tokens()][:200])
+  check_equal(written(tmp_path / "made.gguf", metadata), texts, adapter.tokenizer)
 
 
 def is_cased_or_mark(letter):

@@ -55,10 +55,10 @@ def of_config(config: RunSettings) -> dict[str, str]:
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  known, digests = keys.of_config(config), {}
+  entries, digests = keys.of_config(config), {}
   for dotted, path in keys.models(config).items():
     revision = config.model.revision if dotted == "model.path" else None
-    name = known[dotted].facts.fingerprint
+    name = entries[dotted].facts.fingerprint
     assert name is not None
     if objects.is_name(path):
       digests[name] = of_object(objects.get(path))
@@ -100,7 +100,7 @@ def of_model(folder: pathlib.Path) -> str:
   return digest([json.dumps(config, sort_keys=True), weights])
 
 
-def of_object(model: Any) -> str:
+def of_object(model: nnx.Module) -> str:
   """Returns the digest of a model in memory: a sample of every array.
 
   Of an array it covers path, dtype, shape and the first `SAMPLE_BYTES`; of an array
@@ -153,6 +153,6 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
   return digest([contents, tokenizer.vocab_size, roles, special])
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
   """Returns the SHA-256 of a plain value."""
   return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()

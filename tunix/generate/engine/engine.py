@@ -179,8 +179,8 @@ class Engine:
     afterwards, because each call of a plan makes an engine of the size it needs.
     """
     if programs.is_recording():
-      first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
-      sequences = list(map(first, requests))
+      tickets = [Ticket("a plan", request) for request in requests]
+      sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return list(map(recorded.completions, sequences))

@@ -98,8 +98,8 @@ class Replicas:
       meshes: the meshes, see `groups`.
       draft_model: see `Engine`; on any devices.
     """
-    make = lambda mesh: PlacedEngine(model, tokenizer, config, mesh, draft_model)
-    return cls([Driver(make(mesh), mesh=mesh) for mesh in meshes])
+    engines = [PlacedEngine(model, tokenizer, config, x, draft_model) for x in meshes]
+    return cls([Driver(engine, mesh=mesh) for engine, mesh in zip(engines, meshes)])
 
   @property
   def alive(self) -> bool:

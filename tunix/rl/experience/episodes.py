@@ -297,8 +297,8 @@ def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
   """Adds rows without a drawn token, up to `count` rows."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
   # If every environment failed, only these rows give the batch its columns.
-  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
-  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
+  columns = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **columns)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:

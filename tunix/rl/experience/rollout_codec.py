@@ -76,7 +76,7 @@ def episodes_from_json(saved: list[dict[str, Any]]) -> list[Episode]:
   return [_episode_of(episode) for episode in array_codec.from_json(saved)]
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> Any:
   try:
     encoded = array_codec.to_json(value)
     json.dumps(encoded)

@@ -140,15 +140,15 @@ class RolloutHost:
       path: (str(variable.get_value().dtype), list(variable.get_value().shape))
       for path, variable in self._variables.items()
     }
-    given = {path: (dtype, list(shape)) for path, (dtype, shape) in arrays.items()}
-    if given != held:
-      path = sorted(p for p in given.keys() | held if given.get(p) != held.get(p))[0]
+    form = {path: (dtype, list(shape)) for path, (dtype, shape) in arrays.items()}
+    if form != held:
+      path = sorted(p for p in form.keys() | held if form.get(p) != held.get(p))[0]
       raise ValueError(
-        f"the run trains {path!r} as {given.get(path)}, and the host has "
+        f"the run trains {path!r} as {form.get(path)}, and the host has "
         f"{held.get(path)}: start the host with the configuration of the run"
       )
     self._leave()
-    self._missing, self._arriving = set(given), None
+    self._missing, self._arriving = set(form), None
     self.stamp = ""
 
   def part(self, owner: str, path: str, start: int, data: bytes) -> None:
@@ -187,10 +187,10 @@ class RolloutHost:
     if self._missing:
       raise ValueError(f"{len(self._missing)} parameters have not arrived")
     with mesh_lib.use_mesh(self._mesh):
-      found = policy_version.policy_stamp(self._model)
-    if found != stamp:
+      actual = policy_version.policy_stamp(self._model)
+    if actual != stamp:
       raise ValueError(
-        f"with the run's trained weights the host has the stamp {found}, and the run "
+        f"with the run's trained weights the host has the stamp {actual}, and the run "
         f"has {stamp}: their frozen weights differ. Start the host with the "
         "configuration of the run, and the same model"
       )

@@ -116,7 +116,7 @@ class VanillaRollout(SamplerRollout):
         "schedule to lagged"
       )
 
-  def update_params(self, model: Any, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: Any) -> None:
     """Stores the version; the weights are in the module already.
 
     Raises:

@@ -118,14 +118,14 @@ class Job:
     """The rollouts of all parts, which are complete."""
     return common.joined([part.rollouts for part in self.parts if part is not None])
 
-  def take(self, ended: GroupEnd) -> None:
+  def take(self, end: GroupEnd) -> None:
     """Stores the part of a group that has ended."""
-    _, prompt = ended.client.group
-    part = Part(ended.rollouts, ended.client.phases, ended_at=time.monotonic())
+    _, prompt = end.client.group
+    part = Part(end.rollouts, end.client.phases, ended_at=time.monotonic())
     self.parts[prompt] = part
     self.clients.pop(prompt, None)
 
-  def read_ended(self, journal: Journal | None) -> None:
+  def read_ends(self, journal: Journal | None) -> None:
     """Reads the groups that ended in an earlier process.
 
     Raises:
@@ -135,7 +135,7 @@ class Job:
     if journal is None:
       return
     for prompt in self.missing:
-      if (self.number, prompt) not in journal.ended:
+      if (self.number, prompt) not in journal.ends:
         continue
       rollouts = rollout_codec.from_json(journal.content((self.number, prompt)))
       if str(rollouts.batch.prompts) != str([self.batch.prompts[prompt]]):

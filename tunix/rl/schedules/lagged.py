@@ -50,8 +50,8 @@ class Lagged(Ahead):
   def begin(self) -> None:
     super().begin()
     with self._changed:
-      kept = [(job, mesh) for job, mesh in self._queue if job in self._kept]
-      self._queue = collections.deque(kept)
+      queue = [(job, mesh) for job, mesh in self._queue if job in self._kept]
+      self._queue = collections.deque(queue)
     for job in self._jobs:
       if job.error is not None:  # its weights are kept, so it may be tried again
         job.error = None

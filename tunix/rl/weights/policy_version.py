@@ -119,8 +119,8 @@ class WeightSync:
     Raises:
       UnknownWeightsError: the version is not known.
     """
-    for age, known in enumerate(reversed(self._known)):
-      if known == version:
+    for age, candidate in enumerate(reversed(self._known)):
+      if candidate == version:
         return age
     raise UnknownWeightsError(
       f"a rollout comes from {_name(version)}; the known versions are {self._names()}: "
@@ -137,9 +137,9 @@ class WeightSync:
     stamp = policy_stamp(model)
     # The same weights can have several versions with different steps. The latest is
     # returned.
-    for known in reversed(self._known):
-      if known.stamp == stamp:
-        return known
+    for candidate in reversed(self._known):
+      if candidate.stamp == stamp:
+        return candidate
     raise UnknownWeightsError(
       f"the model that generates has the stamp {stamp}; the known versions are "
       f"{self._names()}: its weights changed after they were published; sync them again"

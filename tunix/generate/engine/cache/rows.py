@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import paths as attention_paths
@@ -158,7 +159,10 @@ def _attend(
 
 
 def _of_tiles(
-  spec: str, rows: Float[Array, "R K A B"], tiles: Float[Array, "R K J B C"], dtype: Any
+  spec: str,
+  rows: Float[Array, "R K A B"],
+  tiles: Float[Array, "R K J B C"],
+  dtype: DTypeLike,
 ) -> Float[Array, "R K J A C"]:
   """Returns the products of rows with each tile, float32.
 

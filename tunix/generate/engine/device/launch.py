@@ -44,7 +44,7 @@ Leaf = Any
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def mixed(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   carry: Round,
   rules: Rules,
@@ -93,7 +93,7 @@ def mixed(
 
 @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=3)
 def forward(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   slots: Slots,
   store: Any,
@@ -152,7 +152,7 @@ def draw(
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def decode(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   carry: Round,
   rules: Rules,
@@ -209,7 +209,7 @@ def decode(
 
 
 def _run_drafts(
-  model: Any, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
+  model: nnx.Module, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
 ) -> tuple[Any, Chosen, tuple[jax.Array, jax.Array]]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 

@@ -158,12 +158,12 @@ def _drawn(
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
   filtered = lambda: filters.keep(scaled, **rules.filter_values)
   # A filter that is off must not cut a token of its row by a rounding error.
-  kept = rules.when("filters", filtered, scaled)
+  allowed = rules.when("filters", filtered, scaled)
   keys = jax.vmap(jax.random.wrap_key_data)(rules.keys)
   fold = jax.vmap(jax.random.fold_in)
-  sampled = sampling.sample(fold(fold(keys, rules.rows), index), kept)
+  sampled = sampling.sample(fold(fold(keys, rules.rows), index), allowed)
   logps = rules.when(
-    "scores", lambda: sampling.token_logps(kept, sampled), _zeros(best)
+    "scores", lambda: sampling.token_logps(allowed, sampled), _zeros(best)
   )
   pick = lambda x, y: jnp.where(is_sampled, x, y)
   return pick(sampled, best), pick(logps, 0)

@@ -129,8 +129,8 @@ def blocks_of(
       s, end = block.sequence, block.start + block.count
       at = number, n
       blocks.tokens[at][: block.count] = s.tokens[block.start : end]
-      known = s.tokens[block.start + 1 : min(end + 1, s.length)]
-      blocks.targets[at][: len(known)] = known
+      targets = s.tokens[block.start + 1 : min(end + 1, s.length)]
+      blocks.targets[at][: len(targets)] = targets
       blocks.slots[at], blocks.starts[at] = s.slot, block.start
       blocks.counts[at] = block.count
       if block.is_last:

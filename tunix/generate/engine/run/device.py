@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.generate.decoders import layout
 from tunix.generate.decoders.layout import GatherWeights
@@ -150,7 +151,7 @@ class Device:
     return bool(blocks.scores) or self.routes is not None
 
   def _prepared_draft(
-    self, plan: Plan, running: list[Sequence | None], mesh: Any, source: Source
+    self, plan: Plan, running: list[Sequence | None], mesh: Mesh | None, source: Source
   ) -> DraftModel | None:
     """Returns the draft model if it runs in the launch."""
     if self.draft is None or source == "model":
@@ -260,7 +261,7 @@ class Device:
       return None
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
-  def _kept(self, graph: Any, state: Any, mesh: Any) -> Keeper:
+  def _kept(self, graph: nnx.GraphDef[Any], state: Any, mesh: Mesh | None) -> Keeper:
     """Returns the keeper of the cache; made when it is first needed."""
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.

@@ -36,7 +36,7 @@ from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 
-def check(draft: Any, model: Transformer, config: EngineConfig) -> None:
+def check(draft: nnx.Module, model: Transformer, config: EngineConfig) -> None:
   """Refuses a draft model that the engine cannot use.
 
   Args:
@@ -80,7 +80,9 @@ def check(draft: Any, model: Transformer, config: EngineConfig) -> None:
   layer_groups.groups_of(draft.config, layer_groups.windows_of(model.config, config))
 
 
-def _check_positions(draft: Any, model: Transformer, config: EngineConfig) -> None:
+def _check_positions(
+  draft: nnx.Module, model: Transformer, config: EngineConfig
+) -> None:
   have, most = decoders.max_positions(draft), decoders.max_positions(model)
   need = config.max_tokens if most is None else min(most, config.max_tokens)
   if have is not None and have < need:
@@ -90,7 +92,7 @@ def _check_positions(draft: Any, model: Transformer, config: EngineConfig) -> No
     )
 
 
-def size_ratio(draft: Any, model: Any) -> float:
+def size_ratio(draft: nnx.Module, model: nnx.Module) -> float:
   """Returns the parameters of a draft model over those of the model."""
   count = lambda module: sum(x.size for x in jax.tree.leaves(nnx.state(module)))
   return count(draft) / count(model)
@@ -111,7 +113,7 @@ class DraftModel:
 
   def __init__(
     self,
-    model: Any,
+    model: nnx.Module,
     target: Transformer,
     config: EngineConfig,
     gather_weights: GatherWeights,

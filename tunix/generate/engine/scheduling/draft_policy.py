@@ -123,13 +123,13 @@ class DraftPolicy:
     if not self._measures or key not in self._seen or switched:
       self._seen.add(key)
       return
-    known = self._seconds.get(source, seconds)
-    self._seconds[source] = 0.7 * known + 0.3 * seconds
+    mean = self._seconds.get(source, seconds)
+    self._seconds[source] = 0.7 * mean + 0.3 * seconds
 
   def _learn(self, source: Source, gain: float, drawn: int) -> None:
     weight = 1 - math.exp(-drawn / _MEMORY_TOKENS)
-    known = self._gains.get(source, gain)
-    self._gains[source] = known + weight * (gain - known)
+    mean = self._gains.get(source, gain)
+    self._gains[source] = mean + weight * (gain - mean)
 
   def _best(self) -> Source:
     """Returns the source with the most tokens in the time of a round without drafts."""

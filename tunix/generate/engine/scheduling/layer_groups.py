@@ -23,9 +23,9 @@ def windows_of(model: TransformerConfig, config: EngineConfig) -> Windows:
     model: sizes of the model.
     config: sizes of the engine.
   """
-  saves = lambda w: w < config.max_tokens and pages_of(config, w) < config.pages
   windows = {model.kinds[kind].window for kind in model.layer_kinds}
-  saving = [w for w in windows if w is not None and saves(w)]
+  shorter = [w for w in windows if w is not None and w < config.max_tokens]
+  saving = [w for w in shorter if pages_of(config, w) < config.pages]
   rest: list[int | None] = [None] if len(saving) < len(windows) else []
   return (*rest, *sorted(saving, reverse=True))
 

@@ -26,13 +26,13 @@ def mask(s: Sequence, size: int) -> np.ndarray | None:
     return None
 
   def checked() -> np.ndarray:
-    found = np.asarray(matcher.mask())
-    if found.shape != (size,) or found.dtype != np.uint32:
+    words = np.asarray(matcher.mask())
+    if words.shape != (size,) or words.dtype != np.uint32:
       raise ValueError(
-        f"the mask has shape {found.shape} and dtype {found.dtype}, expected ({size},) "
+        f"the mask has shape {words.shape} and dtype {words.dtype}, expected ({size},) "
         "and uint32"
       )
-    return found
+    return words
 
   return _called(s, "mask", checked)
 

@@ -66,14 +66,14 @@ class PageGroups:
     digests = s.digests[1 : most + 1]
     hit = self._hit(digests)
     fresh = self._config.pages_of(s.length) - hit
-    found = []
+    hits = []
     for window, pool in self._groups:
       pages = pool.find(digests[self._first(hit * self._size, window) : hit])
       spare = pool.available - sum(map(pool.is_idle, pages))
       if window is None and fresh > spare:
         return False
-      found.append(pages)
-    for (window, pool), pages in zip(self._groups, found):
+      hits.append(pages)
+    for (window, pool), pages in zip(self._groups, hits):
       pool.hold(pages)
       passed = [TRASH] * (hit - len(pages))
       own = pool.take(fresh) if window is None else []
@@ -97,9 +97,9 @@ class PageGroups:
       is_stable = True
       for window, pool in self._groups:
         first = self._first(end * self._size, window)
-        found = first + len(pool.find(digests[first:end]))
-        if found < end:  # every longer prefix needs the page that is missing here
-          end, is_stable = found, False
+        hit_end = first + len(pool.find(digests[first:end]))
+        if hit_end < end:  # every longer prefix needs the page that is missing here
+          end, is_stable = hit_end, False
     return end
 
   def release(self, s: Sequence) -> None:

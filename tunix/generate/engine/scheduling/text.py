@@ -51,8 +51,8 @@ class TextReader:
       return None
     # As many tokens as the longest stop string has bytes hold it for sure.
     first = max(0, self._searched - self._stops.longest_bytes - _CONTEXT)
-    known = self._searched - first
-    end = outputs.find_stop(self._decode, tokens[first:], self._stops, known)
+    clean = self._searched - first
+    end = outputs.find_stop(self._decode, tokens[first:], self._stops, clean)
     self._searched = len(tokens)
     return None if end is None else first + end
 
