@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.models.gguf import ggufs, tokenizer_test
-from tunix.cli.make import fingerprints, loading
+from tunix.cli.make import fingerprints, model_folders
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.gguf import folder as gguf_folder
@@ -59,7 +59,7 @@ def test_an_adapter_of_a_file_ends_answers_as_the_file_does(cache, file, tmp_pat
   trained = tokenizer_test.trained("gpt-2")  # with a tokenizer of its own
   TokenizerAdapter(trained).save(adapter)
   (adapter / "adapter_config.json").write_text("{}")
-  loaded = loading.load_tokenizer(str(file), str(adapter))
+  loaded = model_folders.load_tokenizer(str(file), str(adapter))
   assert loaded.encode(TEXT) == trained.encode(TEXT, add_special_tokens=False).ids
   ids = [tokenizer_test.trained("llama-bpe").token_to_id(text) for text in ENDS]
   assert {*ids} <= {*loaded.eos_ids()}

@@ -294,7 +294,9 @@ REFUSED_FILES = (
   ({"model": None}, "tokenizer.ggml.model is missing; expected type str"),
   ({"pre": None}, "tokenizer.ggml.pre is None; expected chatglm-bpe"),
   ({"tokens": 3}, "tokenizer.ggml.tokens is of type int; expected type Sequence"),
-  ({"tokens": ["a", "a"]}, "tokenizer.ggml.tokens holds 'a' twice"),
+  ({"tokens": ["a", "a"]}, "tokenizer.ggml.tokens holds 'a' 2 times"),
+  ({"tokens": ["a" * 9999]}, "a token of 9999 characters; expected at most 1024"),
+  ({"tokens": []}, "tokenizer.ggml.token_type has 607 entries; expected 0"),
   ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries; expected 607"),
   ({"merges": None}, "tokenizer.ggml.merges is missing"),
   ({"merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'; expected two parts"),
@@ -302,6 +304,7 @@ REFUSED_FILES = (
   ({"bos_token_id": -1}, "bos_token_id is -1; expected an id below 602"),
   ({"add_bos_token": 1}, "add_bos_token is of type int; expected type bool"),
   ({"model": "llama", "merges": None}, "tokenizer.ggml.scores has 0 entries"),
+  ({"model": "llama", "merges": None, "scores": 1.0}, "scores has 1 entries"),
 )
 
 
@@ -320,8 +323,13 @@ def changed(made, **parts):
   return {**json.loads(made.to_str()), **parts}
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 REFUSED_TOKENIZERS = (
-  ({"model": {"type": "Unigram", "vocab": []}}, "of type Unigram; expected BPE"),
+  ({"model": {"type": "Unigram", "vocab": []}}, "of type Unigram []; expected BPE"),
+  (
+    {"model": {"type": "BPE", "end_of_word_suffix": "</w>"}},
+    "of type BPE ['end_of_word_suffix']; expected BPE without dropout",
+  ),
   (
     {"normalizer": {"type": "Lowercase"}},
     "normalizes with ['Lowercase']; expected NFC",
@@ -334,7 +342,12 @@ REFUSED_TOKENIZERS = (
     {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
     "which llama.cpp does not have",
   ),
-  ({"pre_tokenizer": {"type": "Whitespace"}}, "changes texts with ['Whitespace']"),
+  ({"pre_tokenizer": {"type": "Whitespace"}}, "by [{'type': 'Whitespace'}]; expected"),
+  # The model has no byte_fallback.
+  (
+    {"pre_tokenizer": None, "normalizer": REPLACE},
+    "expected byte-level BPE, or BPE with",
+  ),
 )
 
 
@@ -374,6 +387,17 @@ def test_spaces_before_a_text_by_metaspace(scheme, template, prefix):
   assert metadata[KEY + "add_space_prefix"] is prefix
 
 
+@pytest.mark.parametrize(
+  "change",
+  [{"content": "_"}, {"pattern": {"String": "x"}}, {"pattern": {"Regex": " "}}],
+)
+def test_spaces_must_be_written_as_llama_cpp_does(change):
+  known = changed(over_characters(), normalizer=REPLACE | change)
+  made = tokenizers.Tokenizer.from_str(json.dumps(known))
+  with pytest.raises(ValueError, match="writes ▁ for a space"):
+    keys_of(made)
+
+
 def test_merges_with_a_space_before_texts_are_refused():
-  with pytest.raises(ValueError, match="merges that scores cannot express"):
+  with pytest.raises(ValueError, match="lacks some pairs that make a token"):
     keys_of(over_characters(prefix=True, all_pairs=False))

@@ -15,6 +15,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from typing import Any
 
 from tunix.models import hub
 from tunix.models.gguf import header as headers, tensors, tokenizer
@@ -130,11 +131,12 @@ def _make(folder: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
 
 def _files(header: headers.Header) -> dict[str, str]:
   """Returns the small files of the folder: text by name."""
+  ids: dict[str, Any] = {}
   try:
+    ids = tokenizer.generation_config(header.metadata)
     files = tokenizer.files_of(header.metadata)
   except ValueError as error:
     files = {_REFUSED: str(error)}
-  ids = tokenizer.generation_config(header.metadata)
   config = tensors.config_json(header) | ids
   files["config.json"] = json.dumps(config, indent=2)
   files["generation_config.json"] = json.dumps(ids, indent=2)

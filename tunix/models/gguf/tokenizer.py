@@ -8,11 +8,14 @@ merges in place of scores.
 
 from __future__ import annotations
 
+import collections
 import enum
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from tunix.models.gguf import pre_tokenizers
 
@@ -41,6 +44,8 @@ END_TEXTS = frozenset(
 )
 _SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 _AGAIN = "Download the file again"
+# Characters of a token. Making merges takes their square; published tokens have 128.
+_MAX_TOKEN = 1024
 
 
 class Kind(enum.IntEnum):
@@ -52,6 +57,9 @@ class Kind(enum.IntEnum):
   USER_DEFINED = 4
   UNUSED = 5
   BYTE = 6
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 def files_of(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -160,8 +168,8 @@ def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None)
 
 def _numbers(metadata: Mapping[str, Any], name: str) -> list[Any]:
   """Returns a list with one number for each token."""
-  values, count = list(metadata.get(KEY + name, ())), len(metadata[KEY + "tokens"])
-  if len(values) != count:
+  values = np.ravel(metadata.get(KEY + name, ())).tolist()
+  if len(values) != (count := len(metadata[KEY + "tokens"])):
     raise ValueError(
       f"{KEY}{name} has {len(values)} entries; expected {count}, one for each token. "
       f"{_AGAIN}"
@@ -169,7 +177,7 @@ def _numbers(metadata: Mapping[str, Any], name: str) -> list[Any]:
   return values
 
 
-def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[Kind]]:
   """Returns the texts and the kinds of the tokens by id.
 
   Unused tokens at the end, which only fill the rows of the embedding, are left out.
@@ -177,12 +185,18 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
   # llama.cpp also gives empty tokens a name.
   listed = enumerate(_get(metadata, KEY + "tokens", Sequence))
   tokens = [text or f"[EMPTY_{number}]" for number, text in listed]
-  if len({*tokens}) < len(tokens):
-    twice = next(text for i, text in enumerate(tokens) if tokens.index(text) < i)
-    raise ValueError(f"{KEY}tokens holds {twice[:80]!r} twice. {_AGAIN}")
-  kinds = [int(Kind.NORMAL)] * len(tokens)
+  text, times = collections.Counter(tokens).most_common(1)[0] if tokens else ("", 1)
+  if times > 1:
+    raise ValueError(f"{KEY}tokens holds {text[:80]!r} {times} times. {_AGAIN}")
+  longest = max(map(len, tokens), default=0)
+  if longest > _MAX_TOKEN:
+    raise ValueError(
+      f"{KEY}tokens holds a token of {longest} characters; expected at most "
+      f"{_MAX_TOKEN}. {_AGAIN}"
+    )
+  kinds = [Kind.NORMAL] * len(tokens)
   if KEY + "token_type" in metadata:
-    kinds = [int(kind) for kind in _numbers(metadata, "token_type")]
+    kinds = [_KINDS.get(x, Kind.NORMAL) for x in _numbers(metadata, "token_type")]
   while tokens and kinds[-1] == Kind.UNUSED and tokens[-1] == f"[PAD{len(tokens) - 1}]":
     del tokens[-1], kinds[-1]
   return tokens, kinds
@@ -308,7 +322,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
   for key in metadata:
     if key == TEMPLATE:
       files["chat_template.jinja"] = _get(metadata, key, str)
-    elif variant := re.fullmatch(re.escape(TEMPLATE) + r"\.(\w+)", key):
+    elif variant := re.fullmatch(re.escape(TEMPLATE) + r"\.(\w{1,64})", key):
       name = f"additional_chat_templates/{variant[1]}.jinja"
       files[name] = _get(metadata, key, str)
   return files

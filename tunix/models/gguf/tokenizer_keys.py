@@ -19,6 +19,9 @@ from tunix.models.gguf.tokenizer import (
 )
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_ONE_SPACE = {"String": " "}
+_WRITTEN = ("content", "prepend", "replacement")  # what a step writes for a space
+_EXTRAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 _Merges = Sequence[tuple[str, ...]]
 
 
@@ -49,10 +52,11 @@ def metadata_of(
     ValueError: llama.cpp has no such tokenizer.
   """
   model = tokenizer["model"]
-  if model.get("type", "BPE") != "BPE":
+  extras = [key for key in _EXTRAS if model.get(key)]
+  if model.get("type", "BPE") != "BPE" or extras:
     raise ValueError(
-      f"tokenizer.json has a model of type {model['type']}; expected BPE. Export "
-      "without GGUF"
+      f"tokenizer.json has a model of type {model.get('type')} {extras}; expected BPE "
+      f"without {', '.join(_EXTRAS)}. Export without GGUF"
     )
   merges = [tuple(x.split(" ") if isinstance(x, str) else x) for x in model["merges"]]
   added = {item["content"]: item for item in tokenizer.get("added_tokens") or ()}
@@ -110,8 +114,8 @@ def _ranks(merges: _Merges, kinds: Mapping[str, Kind], prefix: bool) -> dict[str
     return {"model": "llama", "pre": "default", "scores": scores}
   if prefix or any(" " in part for pair in merges for part in pair):
     raise ValueError(
-      "tokenizer.json has merges that scores cannot express, and a space before texts "
-      "or inside a token; llama.cpp has not both. Export without GGUF"
+      "tokenizer.json lacks some pairs that make a token, and puts a space before "
+      "texts or into a token; expected only one of these. Export without GGUF"
     )
   return {"model": "gemma4", "pre": "gemma4", "merges": _joined(merges)}
 
@@ -126,21 +130,28 @@ def _adds_space(tokenizer: Mapping[str, Any], is_chat: bool) -> bool:
   Raises:
     ValueError: it changes texts in a way that llama.cpp does not have.
   """
-  changes = pre_tokenizers.steps(tokenizer.get("normalizer"))
-  cuts = pre_tokenizers.steps(tokenizer.get("pre_tokenizer"))
-  kinds = [step["type"] for step in (*changes, *cuts)]
-  if kinds in (["Replace"], ["Replace", "Split"]):  # no space is left to split at
+  parts = (tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer"))
+  steps = [step for part in parts for step in pre_tokenizers.steps(part)]
+  kinds = [step["type"] for step in steps]
+  is_known = tokenizer["model"].get("byte_fallback") and all(
+    step.get("pattern", _ONE_SPACE) == _ONE_SPACE
+    and {step[key] for key in _WRITTEN if key in step} <= {SPACE}
+    for step in steps
+  )
+  # A Split at spaces finds none after Replace.
+  if is_known and kinds in (["Replace"], ["Replace", "Split"]):
     return False
-  if kinds == ["Prepend", "Replace"]:
+  if is_known and kinds == ["Prepend", "Replace"]:
     return True
-  if kinds == ["Metaspace"] and not cuts[0].get("split", True):
+  if is_known and kinds == ["Metaspace"] and not steps[0].get("split", True):
     # "first" puts no space after a special token, with which a chat begins. llama.cpp
     # would put one after each of them.
-    scheme = cuts[0].get("prepend_scheme", "always")
+    scheme = steps[0].get("prepend_scheme", "always")
     return scheme == "always" or (scheme == "first" and not is_chat)
   raise ValueError(
-    f"tokenizer.json changes texts with {kinds}; expected byte-level BPE, or spaces "
-    "that Replace or Metaspace write as ▁. Export without GGUF"
+    f"tokenizer.json changes texts by {str(steps)[:200]}; expected byte-level BPE, or "
+    "BPE with byte_fallback where Replace or Metaspace writes ▁ for a space. Export "
+    "without GGUF"
   )
 
 
