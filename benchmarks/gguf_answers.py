@@ -4,13 +4,14 @@
     --transformers PYTHON_WITH_TRANSFORMERS [--adapter]
 
 The model is exported with `tunix export`, once for each kind, and each program writes
-`--tokens` tokens after 20 prompts. tunix computes in float32 from the original folder.
-llama.cpp gets the prompts as text, so that its tokenizer takes part, and keeps its KV
-cache in float32. A line per kind counts the prompts with equal tokens, the share of
-equal tokens before the first difference, and, at each first difference, how far the
-logits of the two tokens are apart in tunix (ties of a rounded model are small). With
-`--adapter` a random LoRA adapter is exported as an adapter file, on top of the f32
-file of the base.
+`--tokens` tokens after 20 prompts. The other programs get the prompts as text, so that
+their tokenizers take part. llama.cpp keeps its KV cache in float32. tunix computes in
+float32, from the original folder ("original") and from the exported file ("same file").
+
+A line counts the prompts and the answers with equal tokens, and the tokens before the
+first difference. For each first difference it gives how far the logits of the two
+tokens are apart in tunix, relative to the largest logit. With `--adapter` a random LoRA
+adapter is exported as an adapter file, on top of the f32 file of the base.
 """
 
 import argparse
@@ -182,14 +183,19 @@ def main():
     folder, adapter = pathlib.Path(scratch), None
     if args.adapter:
       model, adapter = with_adapter(model, folder)
-    want = ours(model, tokenizer, texts, args.tokens)
+    sources = {"original": (model, ours(model, tokenizer, texts, args.tokens))}
     for kind in args.kinds:
       export(args.model, folder / kind, "--gguf", kind)
       file = folder / kind / f"model-{kind}.gguf"
+      if not args.adapter:
+        same = tunix.AutoModel.from_pretrained(file, dtype="float32")
+        sources["same file"] = same, ours(same, tokenizer, texts, args.tokens)
       for program in ("llama", "transformers"):
         if python := getattr(args, program):
           got = others(python, program, file, texts, args.tokens, adapter)
-          compare(f"{args.model.name} {program} {kind}", model, want, got)
+          for source, (module, want) in sources.items():
+            name = f"{args.model.name} {program} {kind} {source}"
+            compare(name, module, want, got)
       file.unlink()
 
 

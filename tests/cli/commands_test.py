@@ -294,6 +294,13 @@ def test_export_to_gguf_refuses_before_the_weights_are_loaded(tmp_path, capsys, 
   assert "'deepseek_v3'" in refused(capsys, *words, "--model", other)
 
 
+def test_python_export_refuses_an_unknown_kind(run, tmp_path):
+  with pytest.raises(ValueError, match="kind is 'lora'; expected one of auto, full"):
+    tunix.export(run, tmp_path / "x", kind="lora")
+  with pytest.raises(ValueError, match="gguf is 'q4'; expected one of f32, f16"):
+    tunix.export(run, tmp_path / "x", gguf="q4")
+
+
 def generated(capsys, *words):
   assert runs.tunix("generate", *words) == 0
   return capsys.readouterr().out

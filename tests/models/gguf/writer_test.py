@@ -121,13 +121,14 @@ REFUSED = {
   "model_type is 'gemma3'": lambda: AutoModel.from_pretrained(
     checkpoints.GOLDEN / "gemma3_vision"
   ),
-  "score.weight": lambda: AutoModel.from_config(toys.config(num_scores=1)),
+  "head of scores": lambda: AutoModel.from_config(toys.config(num_scores=1)),
   "float16 cannot hold": lambda: with_large(toys.model()),
 }
 REFUSED_ADAPTERS = {
   "use_dora": lambda: adapted(use_dora=True),
   "modules_to_save": lambda: adapted(modules_to_save=("norm",)),
   "no adapters": toys.model,
+  "zero throughout": adapted,
 }
 
 

@@ -28,6 +28,8 @@ from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.steps import run_state
 from tunix.sft.steps.run_state import RunState
 
+_KINDS = ("full", "merged", "adapter")
+
 
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix export`.
@@ -123,6 +125,10 @@ class _Job:
 
   def check(self) -> None:
     """Refuses what cannot be exported, before the weights are loaded."""
+    if self.kind not in _KINDS:
+      raise ValueError(
+        f"kind is {self.kind!r}; expected one of auto, {', '.join(_KINDS)}"
+      )
     loader = loading.ModelLoader(self.config)
     if isinstance(self.source, RunFolder):
       _check_step(self.source, self.step)
@@ -236,7 +242,7 @@ def parser() -> Parser:
   add("--to", metavar="FOLDER", required=True, help="folder to write")
   add(
     "--kind",
-    choices=("auto", "full", "merged", "adapter"),
+    choices=("auto", *_KINDS),
     default="auto",
     help="full: the model; with LoRA, merged: the model with the adapter merged, or "
     "adapter; auto, the default: adapter with LoRA (merged with --gguf), else full",

@@ -103,7 +103,7 @@ def _metadata(tokenizer: TokenizerAdapter, rows: int) -> dict[str, Any]:
         "tokenizer.json. Set tokenizer.path to a folder that has it"
       )
     content = json.loads(files.tokenizer_json.read_text(encoding="utf-8"))
-  return tokenizer_keys.metadata_of(
+  keys = tokenizer_keys.metadata_of(
     content,
     roles=files.tokens,
     eos_ids=tokenizer.eos_ids(),
@@ -111,3 +111,6 @@ def _metadata(tokenizer: TokenizerAdapter, rows: int) -> dict[str, Any]:
     add_bos=tokenizer.add_bos,
     rows=rows,
   )
+  # Special tokens take the spaces after them in models with this name only.
+  strips = any(x["special"] and x["rstrip"] for x in content.get("added_tokens") or ())
+  return keys | ({"general.name": "phi3"} if strips else {})

@@ -20,7 +20,9 @@ from tunix.models.gguf.changes import Stacked
 from tunix.models.gguf.convert import Link
 from tunix.models.gguf.header import library
 from tunix.models.transformer import params
+from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.params import Placement
 from tunix.utils import mesh as mesh_lib
 
 # Name of a type of tensors -> its name in `gguf.LlamaFileType`.
@@ -112,7 +114,13 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   alpha = max(
     x.lora_scale * lora_modules.pair_of(x)[0].shape[-1] for x in adapters.values()
   )
-  groups = [g for path in adapters for g in _pairs(model, path, links, alpha)]
+  groups = [
+    group
+    for path, linear in adapters.items()
+    for group in _pairs(linear, _place(model, path), links, alpha)
+  ]
+  if not groups:
+    raise ValueError("every adapter is zero throughout: there is nothing to save")
   metadata = {
     "general.type": "adapter",
     "adapter.type": "lora",
@@ -124,6 +132,11 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
 def _described(config: Any) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
   """Returns the architecture of a model, its `config.json` and its metadata."""
   hf = safetensors_saver.described(config, families.of_config(config))
+  if getattr(config, "num_scores", None):
+    raise ValueError(
+      "the model has a head of scores; a GGUF file of tunix holds models that write "
+      "text. Export safetensors instead"
+    )
   architecture = architectures.of_model_type(hf["model_type"])
   return architecture, hf, convert.metadata_of(architecture, hf)
 
@@ -182,13 +195,15 @@ def _model_groups(
     parts = []
 
 
+def _place(model: Transformer, path: str) -> Placement:
+  names = families.of_config(model.config).names
+  return params.place(names, f"{path}.kernel", model.config)
+
+
 def _pairs(
-  model: Transformer, path: str, links: Mapping[str, Link], alpha: float
+  linear: Linear, place: Placement, links: Mapping[str, Link], alpha: float
 ) -> Iterator[_Group]:
   """Yields the pairs of one module, one for each GGUF tensor that has an adapter."""
-  linear = lora_modules.linears(model)[path]
-  names = families.of_config(model.config).names
-  place = params.place(names, f"{path}.kernel", model.config)
   a, b = (
     np.asarray(mesh_lib.to_host(x), np.float32) for x in lora_modules.pair_of(linear)
   )
