@@ -128,7 +128,7 @@ def test_gemma_is_capped_as_llama_cpp_does(tmp_path):
   del read.metadata[f"gemma4.{field}"]
   assert tensors.config_json(read)[field] == 30.0
   hf, arrays = ggufs.source("gemma2")
-  with pytest.raises(ValueError, match="attn_logit_softcapping None; llama.cpp"):
+  with pytest.raises(ValueError, match=r"softcapping None; llama\.cpp"):
     ggufs.write(tmp_path / "other.gguf", hf | {"attn_logit_softcapping": None}, arrays)
 
 
