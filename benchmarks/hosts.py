@@ -23,7 +23,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.rl.rollout.host import RolloutHost
 from tunix.rl.rollout.remote_rollout import RemoteRollout
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-from tunix.rl.weights.weight_sync import PolicyVersion, policy_stamp
+from tunix.rl.weights.policy_version import PolicyVersion, policy_stamp
 from tunix.serve import rollouts, server
 from tunix.serve.settings import ServeSettings
 from tunix.utils import tree

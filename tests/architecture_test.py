@@ -98,6 +98,7 @@ HEAVY = {
   "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/files/tensor_files.py
   "starlette": {"serve/app.py"},
+  "gguf": set(),  # likewise, see models/gguf/header.py
   "uvicorn": set(),  # by utils.optional, see serve/server.py
   "prometheus_client": set(),  # likewise, see serve/metrics.py
   "httpx": set(),  # likewise, see serve/http/hosts.py

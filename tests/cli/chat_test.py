@@ -7,7 +7,7 @@ import types
 import pytest
 
 from tests.cli import runs
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine_sampler import EngineSampler
 
@@ -61,9 +61,9 @@ def test_a_conversation_beyond_the_positions(model, replies, monkeypatch, capsys
 
 def test_the_default_is_what_fits():
   model = types.SimpleNamespace(config=types.SimpleNamespace(max_position=40))
-  assert loading.new_tokens(model, [3, 10], None) == 30
-  assert loading.new_tokens(model, [3], 5) == 5
-  assert loading.new_tokens(types.SimpleNamespace(), [3], None) == 128
+  assert model_folders.new_tokens(model, [3, 10], None) == 30
+  assert model_folders.new_tokens(model, [3], 5) == 5
+  assert model_folders.new_tokens(types.SimpleNamespace(), [3], None) == 128
 
 
 def test_a_run_stands_for_its_export(tmp_path):

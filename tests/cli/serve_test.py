@@ -16,7 +16,7 @@ from tests import forks, toys, toys_text
 from tests.cli import runs
 from tunix.cli.commands import serve
 from tunix.cli.commands.planning import serve as plan_serve
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine.engine import Engine
 from tunix.models import lora, safetensors_saver
@@ -198,8 +198,8 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
 def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
   monkeypatch.delenv("TUNIX_API_KEY", raising=False)
   # They are refused before anything is loaded.
-  monkeypatch.setattr(loading, "load_model", None)
-  monkeypatch.setattr(loading, "load_tokenizer", None)
+  monkeypatch.setattr(model_folders, "load_model", None)
+  monkeypatch.setattr(model_folders, "load_tokenizer", None)
   assert runs.tunix("serve", folder, *words) == code
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1

@@ -13,7 +13,7 @@ from tunix.rl.rollout.engine_rollout import EngineRollout
 from tunix.rl.rollout.sglang_jax_rollout import SglangJaxRollout
 from tunix.rl.rollout.vllm_rollout import VllmRollout
 from tunix.rl.weights.placement import WeightSyncError
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights.policy_version import PolicyVersion
 
 
 class Engine(BaseSampler):

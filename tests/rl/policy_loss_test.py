@@ -25,7 +25,7 @@ from tunix.rl.algorithm_config import (
 from tunix.rl.grpo.grpo_learner import CISPOConfig, GRPOConfig, GSPOConfig
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights.policy_version import PolicyVersion
 
 # Ratios v = old / drawn: 0.6, 3; w = trained / old: 1.5, 1.1; u = v w: 0.9, 3.3.
 DRAWN = jnp.log(jnp.array([[0.4, 0.1]]))

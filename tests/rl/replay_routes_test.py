@@ -14,7 +14,7 @@ from tests.rl.schedules import schedule_test
 from tests.rl.schedules.schedule_test import assert_same, data, trained, weights
 from tunix.models.transformer.config import MoEConfig
 from tunix.models.transformer.experts import route_records
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.sft.metrics_logger import Mode
 
 # Experts with close scores and large outputs: bfloat16 chooses otherwise for a few
@@ -117,8 +117,8 @@ def test_rows_of_environments_have_the_routes_of_all_turns():
     assert len(episode.turns) > 1
   assert history(learner, "router/replaced")[0] == 0
   assert history(learner, "parity/abs_diff")[0] < 1e-5
-  saved = json.loads(json.dumps(saved_rollouts.to_json(rollouts)))
-  again = saved_rollouts.from_json(saved)
+  saved = json.loads(json.dumps(rollout_codec.to_json(rollouts)))
+  again = rollout_codec.from_json(saved)
   np.testing.assert_array_equal(again.completion_routes, rollouts.completion_routes)
   assert again.completion_routes.dtype == np.uint8
   assert again.episodes[0].turns[0].tokens.routes is None

@@ -221,9 +221,9 @@ def _merge(
 
 def _holds_keys(dotted: str) -> bool:
   """Returns True for sections, for mappings with free keys, and for unknown keys."""
-  known = known_keys().get(dotted, ())
-  return not known or any(
-    section_of(key.hint) is not None or is_open(key.hint) for _, _, key in known
+  entries = known_keys().get(dotted, ())
+  return not entries or any(
+    section_of(key.hint) is not None or is_open(key.hint) for _, _, key in entries
   )
 
 
@@ -247,29 +247,29 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
 
   A null leaves the key at its default if the field does not take null.
   """
-  known, arguments = keys.of(section), {}
+  entries, arguments = keys.of(section), {}
   for name, value in values.items():
     dotted = f"{prefix}{name}"
-    if name not in known and isinstance(value, dict) and dotted not in known_keys():
+    if name not in entries and isinstance(value, dict) and dotted not in known_keys():
       # A misspelt section: the key below it shows which section was meant.
       dotted = next((f"{dotted}.{below}" for below in value), dotted)
-    if name not in known:
+    if name not in entries:
       _check_foreign(dotted, without_text(value), place)
       continue
-    hint = known[name].hint
+    hint = entries[name].hint
     if section_of(hint) is not None:
       arguments[name] = _build_section(hint, value, dotted, place)
     elif without_text(value) is not None or takes_null(hint):
       typed = value if isinstance(value, Argument) else without_text(value)
       arguments[name] = convert(typed, hint, dotted)
-  for name, key in known.items():
+  for name, key in entries.items():
     if key.facts.in_command is not None:
       arguments.setdefault(name, key.default)
   with keys.under(prefix[:-1], section):
     return section(**arguments)
 
 
-def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
+def _build_section(hint: object, value: object, dotted: str, place: _Place) -> Any:
   kind, values = section_of(hint), value
   if not isinstance(values, dict):
     if without_text(value) is None:
@@ -299,17 +299,17 @@ def _is_present(section: type, values: Mapping[str, Any], dotted: str) -> bool:
   Raises:
     ValueError: a key is set and a required one is not.
   """
-  known = keys.of(section)
-  required = [name for name, key in known.items() if key.default is keys.REQUIRED]
+  entries = keys.of(section)
+  required = [name for name, key in entries.items() if key.default is keys.REQUIRED]
   missing = [name for name in required if without_text(values.get(name)) is None]
   if not missing:
     return bool(required or not values) or any(
       without_text(v) is not None for v in values.values()
     )
   for name, value in values.items():
-    if name not in known:
+    if name not in entries:
       raise ValueError(_unknown(f"{dotted}.{name}"))
-    if not _is_default(without_text(value), known[name]):
+    if not _is_default(without_text(value), entries[name]):
       raise ValueError(
         f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing reads "
         f"{dotted}.{name}: set {dotted}.{missing[0]}, or leave it out"
@@ -317,11 +317,11 @@ def _is_present(section: type, values: Mapping[str, Any], dotted: str) -> bool:
   return False
 
 
-def _is_default(value: Any, key: keys.Key) -> bool:
+def _is_default(value: object, key: keys.Key) -> bool:
   return value in (None, {}, []) or value == plain(key.default)
 
 
-def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
+def _check_foreign(dotted: str, value: object, place: _Place) -> None:
   """Refuses a key that this job does not read.
 
   A key of another job passes with its default, so that files with all keys load.
@@ -359,26 +359,26 @@ def _unknown(key: str) -> str:
 
 def _advice(key: str) -> str:
   """Returns the advice about an unknown key, usually the nearest known one."""
-  known = [name for name in known_keys() if not _is_section(name)]
+  names = [name for name in known_keys() if not _is_section(name)]
   section, _, last = key.rpartition(".")
-  sections = list(dict.fromkeys(n.partition(".")[0] for n in known if "." in n))
+  sections = list(dict.fromkeys(n.partition(".")[0] for n in names if "." in n))
   for near in difflib.get_close_matches(section, sections, n=1):
     # In the section that is meant: --traning.max_stps.
-    below = [name for name in known if name.startswith(f"{near}.")]
-    for found in difflib.get_close_matches(f"{near}.{last}", below, n=1, cutoff=0.8):
-      return f"did you mean {found}?"
+    below = [name for name in names if name.startswith(f"{near}.")]
+    for likely in difflib.get_close_matches(f"{near}.{last}", below, n=1, cutoff=0.8):
+      return f"did you mean {likely}?"
   if (ours := spelling.ELSEWHERE.get(last)) is not None:
-    is_ours = "." in key and ours in known
+    is_ours = "." in key and ours in names
     return f"did you mean {ours}?" if is_ours else f"here it is {ours}"
-  tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+  tails = {name.rpartition(".")[2]: name for name in reversed(names)}
   # A section that is the name of a key: --teacher.path.
   ours = tails.get(section.rpartition(".")[2]) or spelling.ELSEWHERE.get(section)
   if ours is not None and section not in sections:
     return f"did you mean {ours}?"
   if last in tails:  # the right name in another section
     return f"did you mean {tails[last]}?"
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-  near += filter(None, [spelling.by_words(key, known)])
-  near += difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+  near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+  near += filter(None, [spelling.by_words(key, names)])
+  near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
   near += [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
   return f"did you mean {near[0]}?" if near else "see `tunix train --help`"

@@ -100,14 +100,14 @@ class JobFunction:
     section = JOBS[self.job].settings
     if name in _NAMES or name in keys.of(section):
       return _NAMES.get(name, name)
-    known = [dotted for dotted, _, _ in keys.walk(section)]
-    if f"training.{name}" in known:
+    names = [dotted for dotted, _, _ in keys.walk(section)]
+    if f"training.{name}" in names:
       return f"training.{name}"
-    found = list(dict.fromkeys(d for d in known if d.rpartition(".")[2] == name))
-    if len(found) > 1:
-      sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in found)
+    matches = list(dict.fromkeys(d for d in names if d.rpartition(".")[2] == name))
+    if len(matches) > 1:
+      sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in matches)
       raise TypeError(f"{name} is a key of several sections; give {sections}")
-    return found[0] if found else name  # an unknown key is refused with advice
+    return matches[0] if matches else name  # an unknown key is refused with advice
 
 
 _DOC = """\
@@ -173,10 +173,10 @@ def _check_once(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
   Raises:
     TypeError: names the keywords and the key.
   """
-  found: dict[str, tuple[str, Any]] = {}
+  origins: dict[str, tuple[str, Any]] = {}
   for origin, nested in layers:
     for key, value in _leaves(nested):
-      first, before = found.setdefault(key, (origin, value))
+      first, before = origins.setdefault(key, (origin, value))
       if before != value:
         raise TypeError(f"{first} and {origin} both set {key}; give it once")
 
@@ -214,7 +214,7 @@ def _of_model(model: Any, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
   return layers
 
 
-def _values(key: str, value: Any, section: Any) -> Any:
+def _values(key: str, value: object, section: Any) -> Any:
   """Returns a value as a file would hold it; names stand for objects.
 
   Args:
@@ -258,7 +258,7 @@ def _changed(section: Any, value: Any) -> dict[str, Any]:
   return changed
 
 
-def _objects(key: str, value: Any) -> Any:
+def _objects(key: str, value: object) -> Any:
   """Returns a path or source, or several; each object is replaced by its name."""
   if isinstance(value, str | os.PathLike):
     return os.fspath(value)
@@ -267,13 +267,13 @@ def _objects(key: str, value: Any) -> Any:
   return objects.name_of(value, key)
 
 
-def _is_source(entry: Any) -> bool:
+def _is_source(entry: object) -> bool:
   """Returns True for an entry of a list of sources, False for a record."""
   is_sequence = hasattr(entry, "__len__") and not isinstance(entry, Mapping)
   return is_sequence or callable(entry) or isinstance(entry, os.PathLike)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
   return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
 
 

@@ -32,8 +32,8 @@ def _origins(
 ) -> dict[str, str]:
   origins = {}
   for key, layer in layers.items():
-    known = lines.get(layer, {})
-    line = known.get(key) or known.get(_OLD.get(key, ""))
+    numbers = lines.get(layer, {})
+    line = numbers.get(key) or numbers.get(_OLD.get(key, ""))
     origins[key] = layer if line is None else f"{layer}:{line}"
   return origins
 
@@ -42,10 +42,10 @@ def _lines(
   values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]
 ) -> Iterator[str]:
   indent = "  " * prefix.count(".")
-  known = config_lib.known_keys()
+  names = config_lib.known_keys()
   for name, value in values.items():
     dotted = f"{prefix}{name}"
-    if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known):
+    if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in names):
       yield f"{indent}{name}:"
       yield from _lines(value, f"{dotted}.", origins)
     else:

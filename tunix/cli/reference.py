@@ -123,9 +123,9 @@ def _below_section(listed: list[Entry], section: str, job: str) -> list[Entry]:
   chosen = [entry for entry in listed if entry.path[: len(path)] == path]
   if chosen:
     return chosen
-  known = [".".join(entry.path) for entry in listed]
+  names = [".".join(entry.path) for entry in listed]
   top = ", ".join(e.path[0] for e in listed if e.section and len(e.path) == 1)
-  remedy = did_you_mean(section, known, f"its sections are {top}")
+  remedy = did_you_mean(section, names, f"its sections are {top}")
   raise ValueError(f"--help {section}: the job {job!r} has no such section: {remedy}")
 
 
@@ -244,7 +244,7 @@ def _names(entry: Entry) -> list[str]:
   return [name for kind in kinds if isinstance(kind, Choice) for name in kind.classes]
 
 
-def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
+def _meaning(entry: Entry, all_have_it: int, default: object) -> str:
   """Returns the help of a key: the jobs that have it, its meaning, and its defaults.
 
   Args:

@@ -174,8 +174,8 @@ def _as_tokens(
   if "prompt_ids" in batch:
     return dict(batch)
   keys = {
-    column: next((name for name in known if name in batch), None)
-    for column, known in _TEXTS[names].items()
+    column: next((name for name in choices if name in batch), None)
+    for column, choices in _TEXTS[names].items()
   }
   columns = {column: key and batch[key] for column, key in keys.items()}
   _check_columns(columns, names, batch)
@@ -240,21 +240,21 @@ def _split(
     name: _text(completion, f'{where}: "{name}"')
     for name, completion in zip(names, completions, strict=True)
   }
-  given = None
+  start = None
   if prompt or isinstance(prompt, str):
-    given = _text(prompt, f'{where}: "prompt"')
-  given, rest = records.split(given, texts, where)
-  if isinstance(given, str) and (
+    start = _text(prompt, f'{where}: "prompt"')
+  start, rest = records.split(start, texts, where)
+  if isinstance(start, str) and (
     other := [text for text in rest.values() if not isinstance(text, str)]
   ):
     raise ValueError(
       f"{where}: the prompt is a text and a completion a {type(other[0]).__name__}; "
       "make both texts, or the prompt a list of messages"
     )
-  return given, list(rest.values())
+  return start, list(rest.values())
 
 
-def _text(text: Any, where: str) -> Text:
+def _text(text: object, where: str) -> Text:
   """Returns a checked text or list of messages; [] is an empty completion."""
   turns = [text] if isinstance(text, Mapping) else text
   if isinstance(turns, str):
@@ -303,9 +303,9 @@ def _check_columns(
 ) -> None:
   for name in names:
     if columns[name] is None:
-      known = " or ".join(map(repr, _TEXTS[names][name]))
+      choices = " or ".join(map(repr, _TEXTS[names][name]))
       raise ValueError(
-        f"the batch has no {known} (found {sorted(batch)}); give it text columns, or "
+        f"the batch has no {choices} (found {sorted(batch)}); give it text columns, or "
         "token ids as a TrainingInput holds them"
       )
     if isinstance(columns[name], str):

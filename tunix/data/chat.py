@@ -215,7 +215,9 @@ def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
   raise ValueError(f"a list of messages needs a chat template, and {reason}")
 
 
-def with_tools(tools: Any, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_tools(
+  tools: object, template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
   """Returns the template's variables with the record's tools; [] means no tools."""
   variables = dict(template_kwargs or {})
   return variables if tools is None else {**variables, "tools": tools}
@@ -265,8 +267,8 @@ def _chat(
     )
 
   # Locating a turn changes its arguments, so they have their last form before.
-  given = tokenizer.template_messages(_visible(messages), variables.get("tools"))
-  visible = thoughts.without_unsampled(given, turns, apply, reasoning)
+  converted = tokenizer.template_messages(_visible(messages), variables.get("tools"))
+  visible = thoughts.without_unsampled(converted, turns, apply, reasoning)
   if tokenizer.marks_generation(variables.get("tools")):
     segments, needs_eos = marked.find_segments(visible, turns, apply, mark), False
   else:
@@ -278,11 +280,13 @@ def _chat(
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
   # Of such a turn at most the end would be trained.
   is_empty = any(
-    visible[i] is not given[i] and records.is_empty([visible[i]]) for i in turns
+    visible[i] is not converted[i] and records.is_empty([visible[i]]) for i in turns
   )
   if not row.masks[0].any() and not is_empty:
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  return row._replace(is_stripped=visible is not given, empty=(0,) if is_empty else ())
+  return row._replace(
+    is_stripped=visible is not converted, empty=(0,) if is_empty else ()
+  )
 
 
 def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:

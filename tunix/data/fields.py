@@ -15,7 +15,7 @@ def describe(record: Mapping[str, Any]) -> str:
   return "fields " + ", ".join(names) if record else "no fields"
 
 
-def check_mapping(record: Any, where: str, expected: str) -> None:
+def check_mapping(record: object, where: str, expected: str) -> None:
   """Refuses a record that is no object.
 
   Args:
@@ -127,7 +127,7 @@ def check_one_form(completions: Mapping[str, Any], where: str) -> None:
     )
 
 
-def _check_message(message: Any, where: str) -> None:
+def _check_message(message: object, where: str) -> None:
   if not isinstance(message, Mapping):
     raise ValueError(
       f'{where} is a {_type_name(message)}, expected {{"role": ..., "content": ...}}'
@@ -160,5 +160,5 @@ def _check_message(message: Any, where: str) -> None:
     )
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
   return "missing" if value is None else type(value).__name__

@@ -53,7 +53,7 @@ class Form(NamedTuple):
   convert: Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
-def convert(record: Any, where: str, *forms: Form) -> Any:
+def convert(record: object, where: str, *forms: Form) -> Any:
   """Converts a record to our form, from the first of `forms` that matches its keys.
 
   Null counts as absent in fields and in keys of messages. Without `forms`, a null field
@@ -78,7 +78,7 @@ def convert(record: Any, where: str, *forms: Form) -> Any:
   return record
 
 
-def find(record: Any, *forms: Form) -> Form | None:
+def find(record: object, *forms: Form) -> Form | None:
   """Returns the first of `forms` that matches the record; None for our own form.
 
   A null field counts as absent.
@@ -210,8 +210,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
   if turn["from"] in _CALL:
     return _call(turn["value"], where) | rest
   if turn["from"] not in _ROLES:
-    known = ", ".join((*_ROLES, *_CALL))
-    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {known}')
+    roles = ", ".join((*_ROLES, *_CALL))
+    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {roles}')
   return {"role": _ROLES[turn["from"]], "content": turn["value"], **rest}
 
 
@@ -241,7 +241,7 @@ def _with_plain_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**record, **changed} if changed else record
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
   return isinstance(value, Mapping) and "role" in value
 
 

@@ -132,15 +132,15 @@ def build_batches(
       that cannot be trained on, and names their place.
   """
   ways = {"length_buckets": length_buckets, "packing": packing, "widths": widths}
-  given = [name for name, value in ways.items() if value]
-  if given and not isinstance(source.layout, OneRow):
+  names = [name for name, value in ways.items() if value]
+  if names and not isinstance(source.layout, OneRow):
     raise ValueError(
-      f"{given[0]} {'is' if given[0] == 'packing' else 'are'} set; expected only for "
+      f"{names[0]} {'is' if names[0] == 'packing' else 'are'} set; expected only for "
       "fine-tuning records (layout OneRow). Leave it out"
     )
-  if len(given) > 1:
+  if len(names) > 1:
     raise ValueError(
-      f"{given[0]} and {given[1]} are both set; expected one of them, because each "
+      f"{names[0]} and {names[1]} are both set; expected one of them, because each "
       "decides the lengths of rows. Leave one of them out"
     )
   if shared_rows is not None and not widths:

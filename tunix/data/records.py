@@ -117,7 +117,7 @@ def read_sft(record: Any, where: str) -> Record:
   return Record(form, prompt, {"completion": completion}, {}, record.get("tools"))
 
 
-def read_pair(record: Any, where: str) -> Record:
+def read_pair(record: object, where: str) -> Record:
   """Reads a record of a chosen and a rejected completion.
 
   Raises:
@@ -133,7 +133,7 @@ def read_pair(record: Any, where: str) -> Record:
   return read._replace(extra={"margin": float(margin)})
 
 
-def read_labelled(record: Any, where: str) -> Record:
+def read_labelled(record: object, where: str) -> Record:
   """Reads a record of one completion and its label, true for a good completion.
 
   Raises:
@@ -250,10 +250,10 @@ def _only_field(record: Any, names: Sequence[str], where: str, expected: str) ->
     ValueError: the record has none or several of them; begins with `where`.
   """
   fields.check_mapping(record, where, expected)
-  known = [name for name in names if record.get(name) is not None]
-  if len(known) != 1:
+  present = [name for name in names if record.get(name) is not None]
+  if len(present) != 1:
     raise ValueError(f"{where}: found {fields.describe(record)}, {expected}")
-  return known[0]
+  return present[0]
 
 
 def _read_completions(

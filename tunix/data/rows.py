@@ -246,12 +246,12 @@ def _have_margins(rows: Sequence[Rendered]) -> bool:
 
   `rows` must be the whole batch, so that all processes get the same result.
   """
-  known = ["margin" in row.extra for row in rows]
-  if any(known) != all(known):
+  with_margin = ["margin" in row.extra for row in rows]
+  if any(with_margin) != all(with_margin):
     raise ValueError(
       'some records of a batch have a "margin" and others none; give all of them one'
     )
-  return all(known)
+  return all(with_margin)
 
 
 def fit_row(
@@ -336,10 +336,10 @@ def fit_apart(
 def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.ndarray:
   if limit is None or len(prompt) <= limit:
     return prompt
-  kept = prompt[-limit:].copy()
+  end = prompt[-limit:].copy()
   if bos_id is not None and limit > 1 and prompt[0] == bos_id:
-    kept[0] = bos_id
-  return kept
+    end[0] = bos_id
+  return end
 
 
 def _too_long(length: int, prompt_length: int, max_length: int) -> str:

@@ -62,11 +62,11 @@ class Source:
 
   def __post_init__(self):
     choices = {"overlong": Overlong, "unusable": Unusable, "reasoning": Reasoning}
-    for name, known in choices.items():
-      if getattr(self, name) not in get_args(known):
+    for name, kind in choices.items():
+      if getattr(self, name) not in get_args(kind):
         raise ValueError(
           f"{name} {getattr(self, name)!r} is unknown; use one of "
-          f"{list(get_args(known))}"
+          f"{list(get_args(kind))}"
         )
     needed = layout_type(self.kind)
     if not isinstance(self.layout, needed):

@@ -1,4 +1,4 @@
-"""Compatibility module: another name of `tunix.data.show`."""
+"""Old name of show.py; chat.py and turns/spans.py make the mask of trained tokens."""
 
 from tunix.data.show import check_supervision, describe_batch, trained_targets
 

@@ -236,7 +236,7 @@ def _without_teacher(batch: Any) -> Any:
   return batch
 
 
-def _check_models(student: Any, teacher: Any) -> None:
+def _check_models(student: nnx.Module, teacher: Any) -> None:
   """Checks the types of student and teacher, and that they share no trained weights.
 
   Raises:

@@ -121,8 +121,8 @@ def _sequences(model: Any, inputs: Inputs) -> Sequences:
       "with_gen_model_input_fn, or give the strategy forward functions"
     )
   extra = {name: inputs[name] for name in _further_fields(model) if name in inputs}
-  known = (inputs.get(name) for name in _FIELDS[1:])
-  return Sequences(jnp.asarray(inputs["input_tokens"]), *known, extra=extra)
+  arrays = (inputs.get(name) for name in _FIELDS[1:])
+  return Sequences(jnp.asarray(inputs["input_tokens"]), *arrays, extra=extra)
 
 
 class Scored(NamedTuple):

@@ -42,13 +42,13 @@ def attach(student: Any, teacher: Any) -> Layout:
   return Layout(transposed=layout.transposed, softcap=layout.softcap)
 
 
-def detach(student: Any) -> None:
+def detach(student: nnx.Module) -> None:
   """Removes the table from the student, if it is attached."""
   if hasattr(student, _NAME):
     delattr(student, _NAME)
 
 
-def of(student: Any) -> jax.Array:
+def of(student: nnx.Module) -> jax.Array:
   """Returns the attached table."""
   return getattr(student, _NAME)[...]
 
@@ -66,7 +66,7 @@ def to_device(x: Any, device: Any) -> Any:
   return jax.device_put(x, device)
 
 
-def _device(student: Any) -> Any:
+def _device(student: nnx.Module) -> Any:
   leaves = jax.tree.leaves(nnx.state(student, nnx.Param))
   if mesh_lib.current_mesh() or mesh_lib.mesh_of(leaves) or not leaves:
     return None

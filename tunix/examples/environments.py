@@ -67,8 +67,10 @@ class Guess:
 
 
 def _last_number(messages: Sequence[Message]) -> str | None:
-  found = re.findall(r"-?\d+(?:\.\d+)?", str(messages[-1]["content"]).replace(",", ""))
-  return found[-1] if found else None
+  numbers = re.findall(
+    r"-?\d+(?:\.\d+)?", str(messages[-1]["content"]).replace(",", "")
+  )
+  return numbers[-1] if numbers else None
 
 
 def calculator(prompt: Any, answer: Any) -> ToolEnv:
@@ -170,8 +172,8 @@ class _Game:
 
   def play(self, seat: int, text: str) -> None:
     """Makes a move; ends the game if it is over."""
-    found = re.search(r"[1-9]", text)
-    cell = int(found[0]) - 1 if found else -1
+    digit = re.search(r"[1-9]", text)
+    cell = int(digit[0]) - 1 if digit else -1
     if cell < 0 or self.cells[cell]:
       self.winner = 1 - seat
       self.table.end()

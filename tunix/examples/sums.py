@@ -95,8 +95,8 @@ class Sums:
       answer: function of both terms that returns the text of the answer.
       held_out: return the held-out sums instead of those to train on.
     """
-    kept = [sums for i, sums in enumerate(self._sums) if i % 8]
-    chosen = self._sums[::8][:_HELD_OUT] if held_out else kept
+    rest = [sums for i, sums in enumerate(self._sums) if i % 8]
+    chosen = self._sums[::8][:_HELD_OUT] if held_out else rest
     return [
       {"prompt": self._question(a, b), "response": answer(a, b), "answer": a + b}
       for a, b in chosen
@@ -211,8 +211,8 @@ class Sums:
     """Returns the share of held-out sums with exactly the text of `answer`."""
     records = self.records(answer, held_out=True)
     right = [r["response"] for r in records]
-    found = self.answers(model, records)
-    return sum(map(str.__eq__, found, right)) / len(right)
+    answers = self.answers(model, records)
+    return sum(map(str.__eq__, answers, right)) / len(right)
 
   def show(self, model: Transformer | str, count: int = 4) -> dict[str, str]:
     """Returns {prompt: greedy answer} of some held-out sums."""

@@ -181,11 +181,11 @@ class BaseSampler:
       self.name,
       "choose a sampler that does (docs/guides/engines.md has a table)",
     )
-    given = [inputs] if isinstance(inputs, str) else inputs
+    texts = [inputs] if isinstance(inputs, str) else inputs
     remedy = "Shorten the prompt, or raise max_prompt_length"
     if (limit := options.max_prompt_length) is not None:
-      text_size.check([x for x in given if isinstance(x, str)], limit, remedy)
-    prompts = [self.tokenize(x) for x in given]
+      text_size.check([x for x in texts if isinstance(x, str)], limit, remedy)
+    prompts = [self.tokenize(x) for x in texts]
     if not prompts:
       raise ValueError("there are no prompts: give at least one")
     longest = max(map(len, prompts))

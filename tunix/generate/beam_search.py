@@ -57,7 +57,7 @@ class Beams:
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def search(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   prompts: Prompts,
   rules: Rules,

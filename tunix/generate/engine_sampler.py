@@ -36,7 +36,7 @@ MOST_SLOTS = {"cpu": 64}
 MOST_SLOTS_ELSEWHERE = 512
 
 
-def suits(model: Any, gather_weights: GatherWeights = None) -> bool:
+def suits(model: nnx.Module, gather_weights: GatherWeights = None) -> bool:
   """Returns True if the engine runs this model as well as the padded sampler does.
 
   The slots of an engine are not split over devices. On a mesh whose batch axes are
@@ -312,19 +312,19 @@ def model_size(cache_config: CacheConfig | None) -> int | None:
   return None if cache_config is None else cache_config.cache_size
 
 
-def _holds(have: EngineConfig, wanted: EngineConfig) -> bool:
+def _holds(have: EngineConfig, need: EngineConfig) -> bool:
   """Returns True if an engine has room for what another one is wanted for."""
-  same = have.rounds == wanted.rounds and have.record_routes == wanted.record_routes
-  return same and have.slots >= wanted.slots and have.max_tokens >= wanted.max_tokens
+  same = have.rounds == need.rounds and have.record_routes == need.record_routes
+  return same and have.slots >= need.slots and have.max_tokens >= need.max_tokens
 
 
 def _increment(first: int, delta: Delta, options: SamplingOptions) -> Increment:
   """Returns a delta as an increment of row `first` + its sample."""
-  kept = outputs.kept_tokens(delta.ids, delta.finish_reason, options)
+  ids = outputs.kept_tokens(delta.ids, delta.finish_reason, options)
   return Increment(
     row=first + delta.sample,
     text=delta.text,
     prompt=delta.prompt,
     finish_reason=delta.finish_reason,
-    **delta.cut(len(kept)).columns(),
+    **delta.cut(len(ids)).columns(),
   )

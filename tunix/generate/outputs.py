@@ -77,10 +77,10 @@ def find_stop(
     known: number of tokens at the start that are known to contain no stop string.
   """
 
-  found = stops_lib.compiled(stops)
+  matcher = stops_lib.compiled(stops)
 
   def holds(count: int) -> bool:
-    return found.place(decode(tokens[:count])) is not None
+    return matcher.place(decode(tokens[:count])) is not None
 
   low, high = known, len(tokens)
   if low >= high or not holds(high):
@@ -134,9 +134,11 @@ def sampler_output(
       SamplerOutput; or None.
   """
   named = {"logits": logits, "logps": logprobs, "sampling_logps": sampling_logprobs}
-  known: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
+  columns: dict[str, Any] = {name: x for name, x in named.items() if x is not None}
   rows = [
-    Completion(ids=ids, finish_reason=end, **{name: x[i] for name, x in known.items()})
+    Completion(
+      ids=ids, finish_reason=end, **{name: x[i] for name, x in columns.items()}
+    )
     for i, (ids, end) in enumerate(zip(tokens, finish_reasons))
   ]
   return output_of(tokenizer, prompts, options, rows)
@@ -163,11 +165,11 @@ def output_of(
   if width is None:
     width = batching.bucket(max(map(len, prompts)), batching.MIN_TOKENS)
   padded, _ = batching.left_padded(each, len(each), width, fill)
-  kept = [x.cut(len(kept_tokens(x.ids, x.finish_reason, options))) for x in rows]
+  answers = [x.cut(len(kept_tokens(x.ids, x.finish_reason, options))) for x in rows]
   steps = int(np.max(options.max_generation_steps))
 
   def column(name, fill=0):
-    values = [getattr(row, name) for row in kept]
+    values = [getattr(row, name) for row in answers]
     if any(x is None for x in values):
       return None
     if not options.pad_output:
@@ -180,7 +182,7 @@ def output_of(
     ids = [np.concatenate(pair) for pair in zip(each, ids)]
   elif options.echo:
     ids = np.concatenate([padded, ids], axis=1)
-  routes: list[Any] = [row.routes for row in kept]
+  routes: list[Any] = [row.routes for row in answers]
   shown = each if options.echo else [None] * len(each)
   return SamplerOutput(
     text=[

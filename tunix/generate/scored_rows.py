@@ -62,10 +62,10 @@ class Rows(NamedTuple):
   def _with_routes(self, prompts: Any, completions: Any) -> Rows:
     if prompts is None and completions is None:
       return self
-    given = [None if x is None else x.shape[:2] for x in (prompts, completions)]
-    if given != [self.prompts.shape, self.completions.shape]:
+    shapes = [None if x is None else x.shape[:2] for x in (prompts, completions)]
+    if shapes != [self.prompts.shape, self.completions.shape]:
       raise ValueError(
-        f"prompt_routes and completion_routes are of the tokens {given}; expected "
+        f"prompt_routes and completion_routes are of the tokens {shapes}; expected "
         f"{self.prompts.shape} and {self.completions.shape}. Give both or neither"
       )
     routes = map(jnp.asarray, (prompts, completions))

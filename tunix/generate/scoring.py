@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 
 def score_completions(
-  model: Any,
+  model: nnx.Module,
   prompt_ids: Ids,
   prompt_mask: Mask,
   completion_ids: Ids,
@@ -105,13 +105,13 @@ def score_completions(
   )
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
 
-  def scores(model: Any, states: jax.Array, targets: jax.Array) -> TokenScores:
+  def scores(model: nnx.Module, states: jax.Array, targets: jax.Array) -> TokenScores:
     with jax.named_scope("unembed"):
       return calling.adapt(model).token_logps(
         states, targets, temperature=temperature, entropy=entropy
       )
 
-  def one(model: Any, rows: Rows) -> Scores:
+  def one(model: nnx.Module, rows: Rows) -> Scores:
     # Three paths give the same numbers: for tokens split over devices (`cp`), for
     # groups with a shared prompt, and for plain rows. `_states` has the last two.
     if group_size == 1 and _splits_tokens(model):
@@ -135,7 +135,7 @@ def score_completions(
 
 
 def completion_hidden(
-  model: Any,
+  model: nnx.Module,
   prompt_ids: Ids,
   prompt_mask: Mask,
   completion_ids: Ids,
@@ -161,7 +161,7 @@ def completion_hidden(
 
 
 def completion_logits(
-  model: Any,
+  model: nnx.Module,
   prompt_ids: Ids,
   prompt_mask: Mask,
   completion_ids: Ids,
@@ -256,7 +256,7 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
 
 
 def _by_tiles(
-  model: Any, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
+  model: nnx.Module, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
 ) -> Scores:
   """Runs `one` over tiles of `size` rows, all by the same compiled program."""
   with routing.unlogged(model):
@@ -276,7 +276,7 @@ def _by_tiles(
 
 
 def _states(
-  model: Any, rows: Rows, group_size: int, tile_tokens: int | None = None
+  model: nnx.Module, rows: Rows, group_size: int, tile_tokens: int | None = None
 ) -> jax.Array:
   """Runs the model and picks the positions that predict completion tokens.
 
@@ -290,14 +290,14 @@ def _states(
   return _run(model, tokens, rows.predicting_slots(tile_tokens), routes)
 
 
-def _splits_tokens(model: Any) -> bool:
+def _splits_tokens(model: nnx.Module) -> bool:
   """Returns True if the mesh axis `cp` splits the tokens of a row over devices."""
   rules = decoders.sharding_rules(model)
   return rules is not None and sharding.token_axis(rules) is not None
 
 
 def _scored_in_place(
-  model: Any,
+  model: nnx.Module,
   rows: Rows,
   scores: Callable[[Any, jax.Array, jax.Array], TokenScores],
   tile_tokens: int | None,
@@ -316,7 +316,7 @@ def _scored_in_place(
 
 
 def _run(
-  model: Any, tokens: jax.Array, at: jax.Array, routes: jax.Array | None = None
+  model: nnx.Module, tokens: jax.Array, at: jax.Array, routes: jax.Array | None = None
 ) -> jax.Array:
   """Returns hidden states, or logits, at the slots `at` [B, R].
 
@@ -329,7 +329,7 @@ def _run(
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
 
-def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
+def _shared_states(model: nnx.Module, rows: Rows, group_size: int) -> jax.Array:
   """Returns `_states` of rows in groups of G with one prompt, which runs once."""
   count, width = rows.prompts.shape
   if group_size < 1 or count % group_size:
@@ -365,7 +365,7 @@ def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
   return jnp.where(same[:, None, None], out, jnp.nan)
 
 
-def _one_score(model: Any, states: jax.Array) -> jax.Array:
+def _one_score(model: nnx.Module, states: jax.Array) -> jax.Array:
   """Returns float32 [B, R] scores of `_states`."""
   scores = calling.adapt(model).unembed(states)
   if scores.shape[-1] != 1:

@@ -156,15 +156,15 @@ class SglangJaxSampler(BaseSampler):
       for _ in range(options.num_samples)
     ]
 
-  def _row(self, answer: Any, options: SamplingOptions) -> Completion:
+  def _row(self, answer: object, options: SamplingOptions) -> Completion:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
-    found = meta.get("output_token_logprobs")
-    if not found:
+    entries = meta.get("output_token_logprobs")
+    if not entries:
       raise EngineError(
         f"SGLang-JAX answered {str(answer)[:200]}, without output_token_logprobs"
       )
-    logps = np.array([entry[0] for entry in found], np.float32)
-    tokens = np.array([entry[1] for entry in found], np.int32)
+    logps = np.array([entry[0] for entry in entries], np.float32)
+    tokens = np.array([entry[1] for entry in entries], np.int32)
     finish = meta.get("finish_reason") or {}
     if finish.get("type") not in ("stop", "length"):
       raise EngineError(f"SGLang-JAX ended a completion with {finish}")

@@ -81,7 +81,7 @@ class TokenizerAdapter:
     """
     self._template_args = dict(template_args or {})
     chat_templates.check_defaults(self._template_args, "template_args")
-    given = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
+    texts = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
     self._given_roles: dict[str, Token] = {}
     if isinstance(tokenizer, TokenizerAdapter):
       self._backend: Backend = tokenizer._backend
@@ -96,7 +96,7 @@ class TokenizerAdapter:
       self._backend = choose(tokenizer)
       self._message_form = message_form or "plain"
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
-    for role, text in given.items():
+    for role, text in texts.items():
       if text is not None:
         self._given_roles[role] = self._backend.named(role, text) if text else Token()
     if add_bos is not None or bos_token:
@@ -310,7 +310,7 @@ class TokenizerAdapter:
     """Returns True if `apply_chat_template` has a template or a renderer."""
     return bool(self.chat_template) or self._renderer() is not None
 
-  def marks_generation(self, tools: Any = None) -> bool:
+  def marks_generation(self, tools: object = None) -> bool:
     """Returns True if the template for these tools has `{% generation %}` blocks."""
     template = self.chat_template
     return bool(template) and chat_templates.marks_generation(_select(template, tools))
@@ -329,7 +329,7 @@ class TokenizerAdapter:
     return None if stock else renderer
 
   def template_messages(
-    self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    self, messages: Sequence[Mapping[str, Any]], tools: object = None
   ) -> list[dict[str, Any]]:
     """Returns messages in the form in which `apply_chat_template` renders them.
 
@@ -454,7 +454,7 @@ class Tokenizer(TokenizerAdapter):
     self.add_bos, self.add_eos = add_bos, add_eos
 
 
-def _select(template: tokenizer_files.ChatTemplates, tools: Any) -> str:
+def _select(template: tokenizer_files.ChatTemplates, tools: object) -> str:
   """Returns the source for a conversation with or without tools."""
   if isinstance(template, str):
     return template

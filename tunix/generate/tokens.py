@@ -121,8 +121,8 @@ class Tokens:
   def cut(self, count: int) -> Self:
     """Returns the first `count` tokens."""
     over = max(0, len(self.ids) - count)
-    kept = {name: x[: len(x) - over] for name, x in self.columns().items()}
-    return dataclasses.replace(self, **kept)
+    columns = {name: x[: len(x) - over] for name, x in self.columns().items()}
+    return dataclasses.replace(self, **columns)
 
   def with_mask(self) -> Self:
     """Returns the tokens with `is_drawn`."""
@@ -229,7 +229,7 @@ def chained(turns: Sequence[Tokens]) -> Tokens:
   read = [turn.prompt[start:] for turn, start in zip(turns, starts)]
   every, columns = [turn.columns() for turn in turns], dict[str, np.ndarray]()
   for name in set(every[0]).intersection(*every):
-    own, form = [known[name] for known in every], COLUMNS[name]
+    own, form = [values[name] for values in every], COLUMNS[name]
     if form.covers_prompt:
       # A token keeps the values of its first run. The last one of a turn is run in the
       # next turn.

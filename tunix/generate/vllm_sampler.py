@@ -197,7 +197,7 @@ class VllmSampler(BaseSampler):
       for i, prompt in enumerate(prompts)
     ]
 
-  def _choices(self, answer: Any, options: SamplingOptions) -> list[dict[str, Any]]:
+  def _choices(self, answer: object, options: SamplingOptions) -> list[dict[str, Any]]:
     """Returns vLLM's record of each completion of a prompt."""
     count = 1 if options.temperature == 0 else options.num_samples
     choices = answer.get("choices") if isinstance(answer, dict) else None

@@ -54,7 +54,7 @@ def same_memory(a: jax.Array, b: jax.Array) -> bool:
   return alike and bool(places[0]) and places[0] == places[1]
 
 
-def reference_of(model: Any) -> Any:
+def reference_of(model: nnx.Module) -> Any:
   """Returns the base model below a model's adapters, which shares its arrays.
 
   The result is a separate module in eval mode that costs no memory. Training `model`

@@ -192,12 +192,12 @@ class LanguageModel(abc.ABC):
       raise TypeError(
         f"there is an attention_mask, which {self.name} does not take{self.remedy}"
       )
-    known = {
+    arguments = {
       "positions": rows.positions,
       "segment_ids": segments,
       "attention_mask": mask,
     }
-    named = {k: v for k, v in known.items() if v is not None and k in taken}
+    named = {k: v for k, v in arguments.items() if v is not None and k in taken}
     return self.model(rows.tokens, **named, **rows.extra)
 
 

@@ -74,9 +74,9 @@ def by_model_type(model_type: Any) -> Family:
   for family in FAMILIES.values():
     if model_type in family.model_types:
       return family
-  known = sorted(t for family in FAMILIES.values() for t in family.model_types)
+  types = sorted(t for family in FAMILIES.values() for t in family.model_types)
   raise ValueError(
-    f"model_type {model_type!r} is unknown, known are {known}: pass family=Family(...) "
+    f"model_type {model_type!r} is unknown, known are {types}: pass family=Family(...) "
     "to load another kind of model"
   )
 
@@ -108,5 +108,5 @@ def preset(name: str) -> tuple[Family, Preset]:
   for family in FAMILIES.values():
     if name in family.presets:
       return family, family.presets[name]
-  known = sorted(name for family in FAMILIES.values() for name in family.presets)
-  raise ValueError(f"preset {name!r} is unknown, known are {', '.join(known)}")
+  names = sorted(name for family in FAMILIES.values() for name in family.presets)
+  raise ValueError(f"preset {name!r} is unknown, known are {', '.join(names)}")

@@ -140,7 +140,7 @@ class LoraConfig:
     return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Any], path: str, default: object) -> Any:
   matching = (v for pattern, v in patterns.items() if lora_modules.hits(pattern, path))
   return next(matching, default)
 
@@ -216,7 +216,7 @@ def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
         )
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
   limit = 1 / math.sqrt(shape[-2])
   return jax.random.uniform(key, shape, jnp.float32, -limit, limit).astype(dtype)
 
@@ -294,11 +294,10 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    used = lambda name: any(lora_modules.hits(name, path) for path in paths)
     names = [*ALL_LINEAR, *_OF_SOME]
     if any(isinstance(module, Mamba2) for _, module in nnx.iter_modules(model)):
       names.remove("out_proj")  # kernels of Mamba read the bare weight; PEFT refuses it
-    targets = tuple(filter(used, names))
+    targets = tuple(x for x in names if any(lora_modules.hits(x, p) for p in paths))
   return lora_modules.select(model, targets)
 
 

@@ -100,16 +100,16 @@ def get_model_config_id(model_name: str) -> str:
     ValueError: no preset matches; the message lists the most similar ones.
   """
   name = model_name.lower()
-  known: list[str] = []
+  presets: list[str] = []
   for family in families.FAMILIES.values():
     if name in family.hub_names:
       return family.hub_names[name]
-    known += family.presets
+    presets += family.presets
   preset = "_".join(filter(None, get_model_family_and_version(name)))
   for candidate in (preset, *(preset.removesuffix(end) for end in _VARIANTS)):
-    if candidate in known:
+    if candidate in presets:
       return candidate
-  near = difflib.get_close_matches(preset, known, 3) or sorted(known)
+  near = difflib.get_close_matches(preset, presets, 3) or sorted(presets)
   raise ValueError(
     f"no preset is called {preset!r} (from {model_name!r}); near are "
     f"{', '.join(near)}: load the folder with AutoModel.from_pretrained, which reads "

@@ -103,16 +103,14 @@ def save_pretrained(
   config = model.config
   if dtype is not None and isinstance(config, TransformerConfig):
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
-  hf = family.config_to_hf(config)
-  if isinstance(config, TransformerConfig):
-    _check_complete(config, hf, family)
+  hf = described(config, family)
   known = {}
   if origin is not None and (origin / "config.json").is_file():
     known = tensor_files.read_json(origin / "config.json")
   hf = _unknown_fields(known, hf, family) | hf | _token_ids(known)
   hf |= hf_fields or {}
   errors: list[CastError] = []
-  tensors = list(_tensors(model, family, dtype, errors))
+  tensors = list(new_tensors(model, family, dtype, errors))
   together = tensor_files.is_spread(model)
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
@@ -123,16 +121,22 @@ def save_pretrained(
   lora_modules.report_errors(errors, None, _log)
 
 
+def described(config: Any, family: Family) -> dict[str, Any]:
+  """Returns the family's `config.json` of a model.
+
+  Raises:
+    ValueError: a field is read back with another value, so that the file would be read
+      as another model; the message names both values.
+  """
+  hf = family.config_to_hf(config)
+  if isinstance(config, TransformerConfig):
+    _check_complete(config, hf, family)
+  return hf
+
+
 def _check_complete(
   config: TransformerConfig, hf: Mapping[str, Any], family: Family
 ) -> None:
-  """Refuses a model that the family's `config.json` cannot describe.
-
-  The file would be read back as another model.
-
-  Raises:
-    ValueError: a field is read back with another value; the message names both.
-  """
   back = _canonical(family.config_from_hf(hf))
   for name, value in vars(_canonical(config)).items():
     reread = getattr(back, name)
@@ -171,32 +175,32 @@ def _canonical(config: Any) -> Any:
   )
 
 
-def _token_ids(known: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: known[name] for name in _TOKEN_IDS if known.get(name) is not None}
+def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
 
 
 def _unknown_fields(
-  known: Mapping[str, Any], hf: Mapping[str, Any], family: Family
+  source: Mapping[str, Any], hf: Mapping[str, Any], family: Family
 ) -> dict[str, Any]:
   """Returns the fields of the source's `config.json` that say nothing about the model.
 
   Args:
-    known: the source's `config.json`.
+    source: the source's `config.json`.
     hf: the one that is written. Fields with which it is read as another model, such as
       another spelling of a setting that was changed, are left out.
     family: the family of the model.
   """
-  kept: dict[str, Any] = {}
-  if not known or known.get("model_type") != hf.get("model_type"):
-    return kept  # for example the text part of a model of texts and images
-  wanted = family.config_from_hf(hf)
-  for name, value in known.items():
+  extra: dict[str, Any] = {}
+  if not source or source.get("model_type") != hf.get("model_type"):
+    return extra  # for example the text part of a model of texts and images
+  config = family.config_from_hf(hf)
+  for name, value in source.items():
     if name in hf or name in _NOT_WRITTEN:
       continue
     with contextlib.suppress(ValueError):
-      if family.config_from_hf({**kept, **hf, name: value}) == wanted:
-        kept[name] = value
-  return kept
+      if family.config_from_hf({**extra, **hf, name: value}) == config:
+        extra[name] = value
+  return extra
 
 
 def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
@@ -206,16 +210,22 @@ def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
     shutil.copyfile(file, target)
 
 
-def _tensors(
+def new_tensors(
   model: Transformer,
   family: Family,
   dtype: DTypeLike | None,
   errors: list[CastError],
 ) -> Iterator[NewTensor]:
-  """Yields the model's tensors, parameter by parameter.
+  """Yields the model's tensors, with adapters merged, parameter by parameter.
 
-  A parameter is fetched when its first tensor is written. The rounding error of a
-  merged adapter is appended to `errors` at that time.
+  A parameter is fetched when its first tensor is read, so that tensors are read in this
+  order.
+
+  Args:
+    model: see `save_pretrained`.
+    family: the kind of model.
+    dtype: dtype of the tensors; None keeps the model's.
+    errors: gets the rounding error of each merged adapter when it is fetched.
   """
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():

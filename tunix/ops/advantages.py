@@ -217,14 +217,16 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   on_device = isinstance(rewards, jax.Array) or isinstance(where, jax.core.Tracer)
   xp: Any = jnp if on_device else rewards.__array_namespace__()
   valid = xp.ones(rewards.shape, bool) if where is None else where
-  kept = keep(rewards, valid) if xp is jnp else xp.where(valid, xp.float64(rewards), 0)
+  finite = (
+    keep(rewards, valid) if xp is jnp else xp.where(valid, xp.float64(rewards), 0)
+  )
   # The mean of equal numbers may differ from them by a rounding error. Dividing this
   # error by an equally small deviation would give advantages near 1. The smallest
   # reward is therefore subtracted first: equal rewards then are exactly 0.
   least = xp.min(
-    xp.where(valid, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
+    xp.where(valid, finite, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
   )
-  shifted = jnp.asarray(xp.where(valid, kept - least, 0.0))
+  shifted = jnp.asarray(xp.where(valid, finite - least, 0.0))
   count = jnp.sum(valid, axis=axis, keepdims=True).astype(shifted.dtype)
   mean = safe_divide(jnp.sum(shifted, axis=axis, keepdims=True), count)
   values = jnp.where(valid, shifted - mean, 0.0)

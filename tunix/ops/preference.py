@@ -275,16 +275,16 @@ def _checked(
   """Returns the checked options of the function."""
   if not beta > 0:
     raise ValueError(f"beta={beta} must be positive; 0.1 is usual for DPO")
-  name, known = loss if isinstance(loss, str) else "this function", spec.options
-  if label_smoothing or "label_smoothing" in known:
+  name, names = loss if isinstance(loss, str) else "this function", spec.options
+  if label_smoothing or "label_smoothing" in names:
     options = {"label_smoothing": label_smoothing, **options}
-  unknown = [option for option in options if option not in known]
+  unknown = [option for option in options if option not in names]
   if unknown:
-    taken = [option for option in known if option != "beta"]
+    taken = [option for option in names if option != "beta"]
     raise ValueError(
       f"pair loss {name} takes no {', '.join(unknown)}: its options are {taken}"
     )
-  return {"beta": beta, **options} if "beta" in known else options
+  return {"beta": beta, **options} if "beta" in names else options
 
 
 def _clean(scores: PairScores) -> PairScores:

@@ -46,10 +46,10 @@ def mfu(flops: float, seconds: float, devices: Iterable[Any]) -> float | None:
   if seconds <= 0:
     raise ValueError(f"seconds is {seconds}; expected a positive number")
   peaks = [peak_flops(device) for device in devices]
-  known = [peak for peak in peaks if peak is not None]
-  if not peaks or len(known) < len(peaks):
+  rates = [peak for peak in peaks if peak is not None]
+  if not peaks or len(rates) < len(peaks):
     return None
-  return flops / (seconds * math.fsum(known))
+  return flops / (seconds * math.fsum(rates))
 
 
 def attended_pairs(length: int, *, causal: bool = True, window: int | None = None):

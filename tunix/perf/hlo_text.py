@@ -118,8 +118,8 @@ class Operation:
   @functools.cached_property
   def index(self) -> int | None:
     """The index of a get-tuple-element; None for other operations."""
-    found = _INDEX.search(self.text) if self.opcode == "get-tuple-element" else None
-    return int(found[1]) if found else None
+    match = _INDEX.search(self.text) if self.opcode == "get-tuple-element" else None
+    return int(match[1]) if match else None
 
   @property
   def parameter(self) -> int | None:
@@ -131,8 +131,8 @@ class Operation:
   @functools.cached_property
   def fused(self) -> str | None:
     """The computation of a fusion; None for other operations."""
-    found = _FUSED.search(self.text) if self.opcode == "fusion" else None
-    return found[1] if found else None
+    match = _FUSED.search(self.text) if self.opcode == "fusion" else None
+    return match[1] if match else None
 
   @property
   def is_split(self) -> bool:
@@ -226,8 +226,8 @@ class Program:
       """A constant, or an element that carries a constant into the loop."""
       if operation is not None and operation.index is not None:
         operation = _element(start, operation.index, outside)
-      found = operation and _CONSTANT.search(operation.text)
-      return int(found[1]) if found else None
+      match = operation and _CONSTANT.search(operation.text)
+      return int(match[1]) if match else None
 
     first = step = None
     counter = condition.get(compare.operands[0])

@@ -145,9 +145,9 @@ def _record(
     return records.setdefault(name, ProgramRecord(jitted.lower(*args), args))
   before.calls += 1
   # Lowering a large model takes seconds, so each form of arguments is lowered once.
-  for known in (before, *before.others):
-    if _form(known.args) == _form(args):
-      return known
+  for record in (before, *before.others):
+    if _form(record.args) == _form(args):
+      return record
   before.others.append(ProgramRecord(jitted.lower(*args), args))
   return before.others[-1]
 

@@ -314,7 +314,7 @@ def make_tracer(
   return PerfTracer(export_fn=named or export_fn, trace_dir=trace_dir or None)
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> Any:
   """Returns a metric, or the metric of a pair (metric, reducer)."""
   return value[0] if isinstance(value, tuple) else value
 

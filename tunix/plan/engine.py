@@ -235,8 +235,8 @@ class EngineRecords:
     store = self._store
     if not isinstance(store, PageStore):
       return [(k.shape[0], (k, v)) for k, v in zip(store.pages_k, store.pages_v)]
-    axis = lambda layer: 0 if paged.PATHS[layer.path].is_joint else 1
-    return [(x.pages[0].shape[axis(x)], x.pages) for x in store.layers]
+    axes = [0 if paged.PATHS[x.path].is_joint else 1 for x in store.layers]
+    return [(x.pages[0].shape[axis], x.pages) for x, axis in zip(store.layers, axes)]
 
   def _layers(self) -> list[tuple[int, float]]:
     """Returns (number of pages, bytes of a token on one device) of each layer."""

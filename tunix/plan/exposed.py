@@ -53,15 +53,17 @@ class _Traffic:
 
   def _of_computation(self, name: str) -> float:
     """Returns bytes of one run, with callees; of a choice the cheapest branch."""
-    known = self._program.computations.get(name, {})
-    total = math.fsum(self._of_operation(one, known) for one in known.values())
-    for one in known.values():
+    operations = self._program.computations.get(name, {})
+    total = math.fsum(
+      self._of_operation(one, operations) for one in operations.values()
+    )
+    for one in operations.values():
       if one.opcode in _CALLS:
         cheapest = min(map(self.of_computation, one.callees), default=0.0)
         total += self._program.passes(name, one) * cheapest
     return total
 
-  def _of_operation(self, one: Operation, known: _Operations) -> float:
+  def _of_operation(self, one: Operation, beside: _Operations) -> float:
     """Returns bytes of one operation, without computations that it runs."""
     if one.opcode in _NO_TRAFFIC or one.opcode in _CALLS:
       return 0.0
@@ -69,10 +71,10 @@ class _Traffic:
       return 0.0
     if one.opcode in _PRODUCTS or (one.fused and self.has_product(one.fused)):
       return 0.0
-    return self._written(one, known) + math.fsum(
-      self._read(one, index, known)
+    return self._written(one, beside) + math.fsum(
+      self._read(one, index, beside)
       for index, operand in enumerate(one.operands)
-      if operand in known and known[operand].bytes_in_memory
+      if operand in beside and beside[operand].bytes_in_memory
     )
 
   def _inside(self, name: str) -> _Operations:
@@ -90,7 +92,7 @@ class _Traffic:
       for one in self._inside(name).values()
     )
 
-  def _written(self, one: Operation, known: _Operations) -> float:
+  def _written(self, one: Operation, beside: _Operations) -> float:
     """Returns bytes of the result; of an update in place only the new part."""
     if not one.bytes_in_memory:
       return 0.0
@@ -100,7 +102,7 @@ class _Traffic:
     updates = [x for x in inside.values() if x.opcode == "dynamic-update-slice"]
     if not updates:
       return one.bytes_in_memory
-    values = inside if one.fused else known
+    values = inside if one.fused else beside
     return sum(values[x.operands[1]].bytes for x in updates if x.operands[1] in values)
 
   def _beside_collective(self, one: Operation) -> float:
@@ -115,29 +117,29 @@ class _Traffic:
       return 0.0
     total = 0.0
     for index, (name, array) in enumerate(zip(names, one.arrays)):
-      source, known = self._source(name, index, inside)
+      source, beside = self._source(name, index, inside)
       if source.opcode == "dynamic-update-slice":
-        new = known.get(source.operands[1])
+        new = beside.get(source.operands[1])
         total += min(array.bytes_in_memory, new.bytes if new else 0)
       elif not (source.is_collective or source.opcode in _NO_TRAFFIC):
         total += array.bytes_in_memory
     return total
 
   def _source(
-    self, name: str, index: int, known: _Operations
+    self, name: str, index: int, beside: _Operations
   ) -> tuple[Operation, _Operations]:
     """Returns what computes an array of a result, and the operations beside it.
 
     Args:
       name: operation whose result is looked at, which may be a view.
       index: number of the array in this result.
-      known: operations beside it.
+      beside: the operations beside it.
     """
-    one = known[name]
+    one = beside[name]
     if one.opcode in _VIEWS:
-      return self._source(one.operands[0], one.index or 0, known)
+      return self._source(one.operands[0], one.index or 0, beside)
     if one.fused is None or not self.has_collective(one.fused):
-      return one, known
+      return one, beside
     root, inside = self._root(one)
     name = root.operands[index] if root.opcode == "tuple" else root.name
     return self._source(name, index, inside)
@@ -147,9 +149,9 @@ class _Traffic:
     inside = self._inside(fusion.fused or "")
     return next(x for x in inside.values() if x.is_root), inside
 
-  def _read(self, one: Operation, index: int, known: _Operations) -> float:
+  def _read(self, one: Operation, index: int, beside: _Operations) -> float:
     """Returns bytes read of one operand: all of it, or the slices that are taken."""
-    whole = known[one.operands[index]].bytes
+    whole = beside[one.operands[index]].bytes
     if one.fused is not None:
       inside = self._inside(one.fused)
       parameter = next((x for x in inside.values() if x.parameter == index), None)

@@ -219,17 +219,17 @@ def _too_large(
   needs = _NEEDS.search(str(error))
   if "RESOURCE_EXHAUSTED" not in str(error) or needs is None:
     raise error
-  given = sum(map(residents.shard_bytes, programs.shapes_in(record.args)))
+  arguments = sum(map(residents.shard_bytes, programs.shapes_in(record.args)))
   size, unit = (needs[1], needs[2]) if needs[1] else (needs[3], needs[4])
-  temporary = int(float(size) * _UNITS[unit]) - (0 if needs[1] else given)
+  temporary = int(float(size) * _UNITS[unit]) - (0 if needs[1] else arguments)
   return ProgramEstimate(
     name=name,
-    argument_bytes=given,
+    argument_bytes=arguments,
     output_bytes=0,
     temporary_bytes=temporary,
-    peak_bytes=given + temporary,
+    peak_bytes=arguments + temporary,
     flops=flops,
-    moved_bytes=float(given),
+    moved_bytes=float(arguments),
     collectives=(),
     devices=1,
     runs=record.calls,

@@ -50,8 +50,8 @@ def is_on(record: ProgramRecord, mesh: Mesh | None) -> bool:
   if mesh is None:
     return False
   leaves = programs.shapes_in((*record.args, record.result))
-  found = [x.sharding.device_set for x in leaves if x.sharding is not None]
-  return bool(found) and set.union(*found) == set(mesh.devices.flat)
+  device_sets = [x.sharding.device_set for x in leaves if x.sharding is not None]
+  return bool(device_sets) and set.union(*device_sets) == set(mesh.devices.flat)
 
 
 def gib(size: float) -> str:

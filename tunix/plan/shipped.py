@@ -103,18 +103,18 @@ def _check_writers(path: pathlib.Path) -> None:
     status = path.stat()
   except FileNotFoundError:
     return  # another process of the run has replaced it
-  found, remedy = None, f"Remove the right: `chmod go-w {path}`."
+  problem, remedy = None, f"Remove the right: `chmod go-w {path}`."
   if status.st_uid not in (0, os.getuid()):
-    found = f"belongs to the user {status.st_uid}"
+    problem = f"belongs to the user {status.st_uid}"
     remedy = "Copy the files of somebody you trust into a folder of your own."
   elif status.st_mode & 0o002:
-    found = "can be written by every user"
+    problem = "can be written by every user"
   elif status.st_mode & 0o020 and status.st_gid not in (0, status.st_uid):
     # A group with the number of its user is the user's own group.
-    found = f"can be written by the group {status.st_gid}"
-  if found is not None:
+    problem = f"can be written by the group {status.st_gid}"
+  if problem is not None:
     raise ValueError(
-      f"compilation_cache has {path}, which {found}; expected files that only this "
+      f"compilation_cache has {path}, which {problem}; expected files that only this "
       f"user may write, because entries hold pickles, which run code. {remedy}"
     )
 
@@ -230,9 +230,9 @@ def _distrust(root: pathlib.Path, key: bytes | None) -> str | None:
     )
   if (reason := _malformed(manifest) or _damage(root, manifest["files"])) is not None:
     return f"which is not as it was signed: {reason}"
-  known = {NAME, *manifest["files"]}
+  names = {NAME, *manifest["files"]}
   for entry in sorted(root.iterdir()):
-    if entry.name not in known:
+    if entry.name not in names:
       return f"which has {entry.name!r}; expected the files of {NAME} alone. Remove it"
   return None
 
@@ -363,9 +363,9 @@ def _damage(root: pathlib.Path, digests: dict[str, str]) -> str | None:
       data = (root / name).read_bytes()
     except OSError as error:
       return f"{name} cannot be read ({error}); ship it again"
-    if (found := hashlib.sha256(data).hexdigest()) != digest:
+    if (actual := hashlib.sha256(data).hexdigest()) != digest:
       return (
-        f"{name} is damaged: it has {len(data)} bytes with SHA-256 {found[:16]}, and "
+        f"{name} is damaged: it has {len(data)} bytes with SHA-256 {actual[:16]}, and "
         f"was written with {digest[:16]}; ship it again"
       )
   return None

@@ -109,7 +109,9 @@ def _tpu(name: str, kind: str) -> Topology:
   # topology would be one core.
   options = {"chip_config_name": "megacore"} if kind == "v4" else {}
   try:
-    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    description = topologies.get_topology_desc(
+      platform="tpu", topology_name=name, **options
+    )
   except jax.errors.JaxRuntimeError as error:
     if "lockfile" in str(error):
       raise RuntimeError(
@@ -122,7 +124,7 @@ def _tpu(name: str, kind: str) -> Topology:
       f"topology is {name!r}, a shape that the TPU compiler does not know ({reason}); "
       f"expected one such as {_EXAMPLES}"
     ) from error
-  return Topology(name, found.devices, chips.chip_of(found.devices[0]))
+  return Topology(name, description.devices, chips.chip_of(description.devices[0]))
 
 
 def _cpus(count: int) -> Sequence[Any]:

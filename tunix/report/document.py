@@ -59,7 +59,7 @@ def table(
   return {"kind": "table", "head": head, "rows": rows, "folded": folded}
 
 
-def clipped(value: Any, longest: int) -> Any:
+def clipped(value: object, longest: int) -> Any:
   """Returns a value as it is, or the first `longest` characters of its JSON."""
   content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
   if len(content) <= longest:

@@ -114,15 +114,15 @@ _BANDS = {
 
 def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
   """Returns the charts of some metrics by section, in the order of a page."""
-  known = set(names)
-  places = {name: _place(name) for name in known}
+  unique = set(names)
+  places = {name: _place(name) for name in unique}
   sections: dict[str, list[Measure]] = {}
-  for name in sorted(known - _bounds(known), key=lambda n: (*places[n][:2], n)):
+  for name in sorted(unique - _bounds(unique), key=lambda n: (*places[n][:2], n)):
     section, _, prefix, base = places[name]
     label, title = [*_SECTIONS, OTHERS][section], _TITLES.get(base, base)
     spread = _SPREADS.get(base)
     ends = spread and (prefix + spread[0], prefix + spread[1])
-    ends = ends if ends and known.issuperset(ends) else None
+    ends = ends if ends and unique.issuperset(ends) else None
     if ends is not None:
       title += f" (band: {_BANDS[base]})"
     measure = Measure(
@@ -176,14 +176,14 @@ def _place(name: str) -> tuple[int, int, str, str]:
   return len(_SECTIONS), 0, "", name
 
 
-def _bounds(known: set[str]) -> set[str]:
+def _bounds(names: set[str]) -> set[str]:
   """Returns the metrics that bound a band."""
   return {
     prefix + end
-    for name in known
+    for name in names
     for base, ends in _SPREADS.items()
     if name.endswith(base)
     for prefix in [name.removesuffix(base)]
-    if known.issuperset(prefix + e for e in ends)
+    if names.issuperset(prefix + e for e in ends)
     for end in ends
   }

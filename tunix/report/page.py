@@ -152,15 +152,15 @@ def _decoding(runs: Sequence[Run]) -> list[Part]:
 
 
 def _configuration(runs: Sequence[Run]) -> list[Part]:
-  known = [(run.name, run.settings, run.defaults) for run in runs if run.settings]
-  is_comparison, parts = len(known) > 1, []
+  columns = [(run.name, run.settings, run.defaults) for run in runs if run.settings]
+  is_comparison, parts = len(columns) > 1, []
   if is_comparison:
-    keys = dict.fromkeys(key for _, settings, _ in known for key in settings)
-    rows = [(key, *(_cell(s, key) for _, s, _ in known)) for key in keys]
+    keys = dict.fromkeys(key for _, settings, _ in columns for key in settings)
+    rows = [(key, *(_cell(s, key) for _, s, _ in columns)) for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     parts.append(document.text("Keys that differ between the runs", style="strong"))
-    parts.append(document.table(("key", *(name for name, _, _ in known)), rows))
-  for name, settings, defaults in known:
+    parts.append(document.table(("key", *(name for name, _, _ in columns)), rows))
+  for name, settings, defaults in columns:
     suffix = f" of {name}" if is_comparison else ""
     is_default = {key: settings[key] == defaults.get(key) for key in settings}
     changed = [
@@ -202,7 +202,7 @@ def _cell(settings: Mapping[str, Any], key: str) -> str:
   return _text(settings[key]) if key in settings else ""
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   if isinstance(value, str):
     text = value
   elif isinstance(value, int) and not isinstance(value, bool):

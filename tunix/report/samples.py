@@ -29,8 +29,8 @@ def files(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
   if not folder.is_dir():
     return []
   matches = [(_FILE.fullmatch(file.name), file) for file in folder.iterdir()]
-  found = [(int(match[1]), file) for match, file in matches if match]
-  return sorted((number, file) for number, file in found if file.is_file())
+  numbered = [(int(match[1]), file) for match, file in matches if match]
+  return sorted((number, file) for number, file in numbered if file.is_file())
 
 
 def read(file: pathlib.Path, most: int | None = None) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def page(batches: Sequence[dict[str, Any]]) -> str:
 
 def parts(folder: pathlib.Path) -> list[dict[str, Any]]:
   """Returns a report's excerpt of a folder of samples; [] if the folder has none."""
-  found = files(folder)
-  places = sorted({0, len(found) // 2, len(found) - 1}) if found else []
-  batches = [read(found[place][1], _GROUPS) for place in places[-_BATCHES:]]
+  numbered = files(folder)
+  places = sorted({0, len(numbered) // 2, len(numbered) - 1}) if numbered else []
+  batches = [read(numbered[place][1], _GROUPS) for place in places[-_BATCHES:]]
   batches = [batch for batch in batches if batch["groups"]]
   if not batches:
     return []
@@ -101,8 +101,8 @@ def _part(batches: Sequence[dict[str, Any]], longest: int) -> dict[str, Any]:
 def _shown(group: dict[str, Any], longest: int) -> dict[str, Any]:
   """Returns a group with all rewards, and its best and worst completion."""
   rows = group["completions"]
-  known = [row for row in rows if row["reward"] is not None] or rows
-  order = sorted(known, key=lambda row: row["reward"] or 0.0)
+  with_reward = [row for row in rows if row["reward"] is not None] or rows
+  order = sorted(with_reward, key=lambda row: row["reward"] or 0.0)
   best, worst = order[-1], order[0]
   is_equal = best["reward"] == worst["reward"]
   columns = group["columns"].items()

@@ -173,8 +173,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
       return None
     if not 0 <= record["step"] <= _LAST_STEP:
       return None
-    kept = {"step": record.pop("step"), "mode": record.pop("mode", None) or "train"}
-    return kept | {name: float(decode(value)) for name, value in record.items()}
+    at = {"step": record.pop("step"), "mode": record.pop("mode", None) or "train"}
+    return at | {name: float(decode(value)) for name, value in record.items()}
   except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
     return None
 

@@ -320,6 +320,6 @@ def resolve(field: str, value: Any, table: Mapping[str, Callable[..., Any]]) -> 
   return table[value]
 
 
-def _choose(field: str, value: Any, known: Any) -> None:
-  if value not in known:
-    raise ValueError(f"{field} is {value!r}: choose one of {', '.join(known)}")
+def _choose(field: str, value: object, choices: Any) -> None:
+  if value not in choices:
+    raise ValueError(f"{field} is {value!r}: choose one of {', '.join(choices)}")

@@ -9,8 +9,8 @@ from typing import Any
 
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
-from tunix.rl.weights import weight_sync
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights import policy_version
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.run_state import ARRAYS, Position, RunState
 
 
@@ -142,7 +142,7 @@ def identity(cluster: RLCluster) -> dict[str, Any]:
   if config.schedule == "greedy":
     ahead["schedule"] = "greedy"
   return ahead | {
-    name: weight_sync.policy_stamp(model)
+    name: policy_version.policy_stamp(model)
     for name, model in fixed.items()
     if model is not None
   }

@@ -147,9 +147,9 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   total = rollouts.rewards.total
   out = _spread("rewards/score/{}", total[np.isfinite(total)])
   for name, values in rollouts.rewards.by_function.items():
-    known = values[np.isfinite(values)]
-    if known.size:
-      out[f"rewards/{name}"] = _mean(known)
+    finite = values[np.isfinite(values)]
+    if finite.size:
+      out[f"rewards/{name}"] = _mean(finite)
   out["rewards/failed"] = _mean(~np.isfinite(total))
   out |= _spread("completions/{}_length", rollouts.lengths)
   out["completions/truncated"] = _mean(rollouts.truncated)
@@ -210,9 +210,9 @@ def mean_of(parts: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
 
 def _quartiles(totals: np.ndarray) -> dict[str, Mean]:
   """Returns the quartiles over prompts of the mean reward; {} below two prompts."""
-  known = np.isfinite(totals)
-  counts = known.sum(1)
-  means = np.where(known, totals, 0.0).sum(1)[counts > 0] / counts[counts > 0]
+  is_finite = np.isfinite(totals)
+  counts = is_finite.sum(1)
+  means = np.where(is_finite, totals, 0.0).sum(1)[counts > 0] / counts[counts > 0]
   if means.size < 2:
     return {}
   return {

@@ -309,8 +309,8 @@ def derived(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """
   if _SQUARE not in (aux or {}):
     return aux
-  kept = {name: value for name, value in aux.items() if name != _SQUARE}
-  return {**kept, _SIZE: _effective_sample_size(aux[_WEIGHT], aux[_SQUARE])}
+  rest = {name: value for name, value in aux.items() if name != _SQUARE}
+  return {**rest, _SIZE: _effective_sample_size(aux[_WEIGHT], aux[_SQUARE])}
 
 
 # Small operations between programs are jitted, so that they run on the global arrays of

@@ -26,7 +26,7 @@ from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.trainer import Trainer
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
-from tunix.rl.weights.weight_sync import PolicyVersion, WeightSync
+from tunix.rl.weights.policy_version import PolicyVersion, WeightSync
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode

@@ -175,16 +175,16 @@ def _check_processes_overlap(cluster: RLCluster, name: str) -> None:
   Raises:
     ValueError: the schedule, the engine, its devices or a role does not allow it.
   """
-  given = f"schedule is {name!r} and there are {jax.process_count()} processes"
+  start = f"schedule is {name!r} and there are {jax.process_count()} processes"
   if cluster.rollout.mesh is None:
     raise ValueError(
-      f"{given}, whose samples and updates would be programs over all devices, started "
+      f"{start}, whose samples and updates would be programs over all devices, started "
       'in another order on each process: set rollout_engine to "per_process", or '
       "schedule to sync"
     )
   if cluster.reward is not None:
     raise ValueError(
-      f"{given}, and there is a reward model, which all processes run together: use "
+      f"{start}, and there is a reward model, which all processes run together: use "
       "reward functions, or set schedule to sync"
     )
 

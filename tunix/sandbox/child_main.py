@@ -89,7 +89,7 @@ def _limit_memory(limit: int | None) -> None:
   resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
 
 
-def _packed(message: Any) -> bytes:
+def _packed(message: object) -> bytes:
   """Returns a message as JSON with its length.
 
   Raises:

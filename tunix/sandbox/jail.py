@@ -189,8 +189,8 @@ class Jail:
 
   def _report_missing(self, result: JailResult) -> None:
     """Logs the protections that this system does not give, once."""
-    wanted = {*PROTECTIONS} - ({"network"} if self.settings.network else set())
-    missing = sorted(wanted - {*result.protections})
+    required = {*PROTECTIONS} - ({"network"} if self.settings.network else set())
+    missing = sorted(required - {*result.protections})
     if missing and not self._has_warned:
       self._has_warned = True
       also = " A command can end processes of this user." * ("signals" in missing)

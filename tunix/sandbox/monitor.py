@@ -190,8 +190,8 @@ def _facts(report: bytes) -> dict[str, Any]:
     facts |= json.loads(line)
   names = [*facts["protections"], *facts["refused"]]
   texts = [*names, facts.get("error", "")]
-  known = {"protections", "refused", "error"}
-  if not facts.keys() <= known or not all(isinstance(x, str) for x in texts):
+  fields = {"protections", "refused", "error"}
+  if not facts.keys() <= fields or not all(isinstance(x, str) for x in texts):
     raise ValueError(f"the setup of the jail reported {facts}")
   return facts
 

@@ -148,8 +148,8 @@ def bind_read_only(source: str, target: str) -> None:
   mount(source, target, "", BIND | RECURSIVE)
   shown = os.statvfs(target).f_flag
   # A user namespace may not drop the flags of a mount that it inherits.
-  kept = sum(flag for bit, flag in _KEPT.items() if shown & bit)
-  mount("", target, "", REMOUNT | BIND | READ_ONLY | NO_SUID | kept)
+  flags = sum(flag for bit, flag in _KEPT.items() if shown & bit)
+  mount("", target, "", REMOUNT | BIND | READ_ONLY | NO_SUID | flags)
 
 
 def change_root(folder: str) -> None:

@@ -8,12 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.serve import admin, status
 from tunix.serve.http.bodies import (
   LAST_EVENT,
   Answer,
   Call,
+  Receive,
   Relay,
+  Scope,
+  Send,
   Stream,
   event,
   read_json,
@@ -38,7 +43,7 @@ More = Callable[[Context], Mapping[tuple[str, str], Any]]
 
 
 def make_app(
-  driver: Any,
+  driver: Driver | Replicas,
   settings: ServeSettings | None = None,
   *,
   grammars: Grammars | None = None,
@@ -169,7 +174,7 @@ class Endpoint:
     self._route, self._path, self._context = route, path, context
     self._settings = context.settings
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     started, sender = time.monotonic(), _Sender(send, self._settings.client_timeout)
     try:
       await self._race(scope, receive, sender)
@@ -177,7 +182,7 @@ class Endpoint:
       code = sender.status if sender.is_over else _CLIENT_GONE
       self._context.metrics.answered(self._path, code, time.monotonic() - started)
 
-  async def _race(self, scope: Any, receive: Any, sender: _Sender) -> None:
+  async def _race(self, scope: Scope, receive: Receive, sender: _Sender) -> None:
     try:
       call = await self.read(scope, receive)
     except Exception as error:  # each answer has OpenAI's form, also that of a bug
@@ -196,7 +201,7 @@ class Endpoint:
     if not work.cancelled():
       work.result()
 
-  async def read(self, scope: Any, receive: Any) -> Call | None:
+  async def read(self, scope: Scope, receive: Receive) -> Call | None:
     """Reads a request; None if the client went away.
 
     Raises:
@@ -268,7 +273,7 @@ class _Sender:
     is_over: all of the answer was sent.
   """
 
-  def __init__(self, send: Any, timeout: float):
+  def __init__(self, send: Send, timeout: float):
     self._send, self._timeout = send, timeout
     self.status, self.is_over = 0, False
 
@@ -316,7 +321,7 @@ class _Sender:
     message = {"type": "http.response.body", "body": data, "more_body": more}
     await self._bounded(message)
 
-  async def _bounded(self, message: Any) -> None:
+  async def _bounded(self, message: dict[str, Any]) -> None:
     try:
       async with asyncio.timeout(self._timeout):
         await self._send(message)
@@ -328,7 +333,7 @@ def _error_answer(error: ApiError) -> Answer:
   return Answer(status=error.status, content=error.body(), headers=error.headers)
 
 
-def request_of(scope: Any) -> Any:
+def request_of(scope: Scope) -> Any:
   """Returns the web framework's view of a request."""
   from starlette.requests import Request
 
@@ -336,7 +341,7 @@ def request_of(scope: Any) -> Any:
 
 
 async def read_body(
-  headers: Mapping[str, str], receive: Any, most: int
+  headers: Mapping[str, str], receive: Receive, most: int
 ) -> bytes | None:
   """Reads a body; None if the client went away.
 
@@ -360,6 +365,6 @@ async def read_body(
       return b"".join(parts)
 
 
-async def _disconnected(receive: Any) -> None:
+async def _disconnected(receive: Receive) -> None:
   while (await receive())["type"] != "http.disconnect":
     pass

@@ -19,7 +19,7 @@ from typing import Any
 from tunix.rl.rollout.host import NOT_BEGUN, HostError, RolloutHost
 from tunix.serve import server
 from tunix.serve.app import Endpoint, application, read_body, request_of
-from tunix.serve.http.bodies import Answer, Call
+from tunix.serve.http.bodies import Answer, Call, Receive, Scope
 from tunix.serve.http.errors import ApiError, bad, shutting_down
 from tunix.serve.http.fields import Fields, missing
 from tunix.serve.http.guard import check
@@ -185,7 +185,7 @@ async def part(call: PartCall, calls: Calls) -> Answer:
 class _PartEndpoint(Endpoint):
   """An endpoint whose body is bytes."""
 
-  async def read(self, scope: Any, receive: Any) -> PartCall | None:
+  async def read(self, scope: Scope, receive: Receive) -> PartCall | None:
     settings, request = self._settings, request_of(scope)
     check(settings, scope["path"], request.headers)
     kind = request.headers.get("content-type", "")

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.serve.app import More, make_app
 from tunix.serve.http import connections
 from tunix.serve.openai.context import Grammars, LoadModel
@@ -79,7 +81,7 @@ def make_server(
 
 
 def serve(
-  driver: Any,
+  driver: Driver | Replicas,
   settings: ServeSettings,
   *,
   grammars: Grammars | None = None,

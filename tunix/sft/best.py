@@ -125,9 +125,9 @@ def value_of(record: Best, metrics: Mapping[str, float] | None) -> float:
       "Pass eval_ds to train, or leave best out of the settings."
     )
   if record.metric not in metrics:
-    known = ", ".join(sorted(name for name in metrics if not name.startswith("perf/")))
+    names = ", ".join(sorted(name for name in metrics if not name.startswith("perf/")))
     raise ValueError(
-      f"best.metric is {record.metric!r}; expected a metric of the evaluation: {known}"
+      f"best.metric is {record.metric!r}; expected a metric of the evaluation: {names}"
     )
   return float(metrics[record.metric])
 

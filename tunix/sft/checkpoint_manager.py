@@ -406,7 +406,7 @@ def _json_values(state: RunState) -> dict[str, Any]:
   return {name: value for name, value in values.items() if value is not None}
 
 
-def _check_json(name: str, value: Any) -> None:
+def _check_json(name: str, value: object) -> None:
   # A background thread writes the JSON: its error would come late and without a name.
   try:
     json.dumps(value)

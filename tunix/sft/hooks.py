@@ -80,8 +80,8 @@ def _check_names(names: Sequence[str], hooks: Any) -> None:
   """
   prefix = names[0].partition("_")[0] + "_"
   for name in dir(hooks):
-    known = name in names or not name.startswith(prefix)
-    if not known and callable(getattr(hooks, name, None)):
+    is_hook = name in names or not name.startswith(prefix)
+    if not is_hook and callable(getattr(hooks, name, None)):
       near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
       raise ValueError(
         f"hooks has the method {name}, which no trainer calls; the nearest hook is "

@@ -80,7 +80,9 @@ def apply(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _scored(graph: Any, state: Any, rows: dict[str, jax.Array], score: Score):
+def _scored(
+  graph: nnx.GraphDef[Any], state: Any, rows: dict[str, jax.Array], score: Score
+):
   model = nnx.merge(graph, state)
   model.eval()
   return score(model, **rows)

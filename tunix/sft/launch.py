@@ -88,8 +88,8 @@ def initialize(
 
 
 def _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s) -> None:
-  given = [x is not None for x in (coordinator, num_processes, process_id)]
-  if any(given) and not all(given):
+  is_set = [x is not None for x in (coordinator, num_processes, process_id)]
+  if any(is_set) and not all(is_set):
     raise ValueError(
       f"coordinator is {coordinator!r}, num_processes {num_processes} and process_id "
       f"{process_id}: give all three, or none to read them from the environment"

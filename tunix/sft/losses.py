@@ -98,10 +98,10 @@ def next_token_loss(
 
 def _check_taken(language_model: calling.LanguageModel, extra: Any) -> None:
   """Refuses fields of a batch that neither the loss nor the model takes."""
-  known = list(inspect.signature(next_token_loss).parameters)[1:-1]
+  names = list(inspect.signature(next_token_loss).parameters)[1:-1]
   for name in extra:
     if not language_model.accepts(name):
-      near = difflib.get_close_matches(name, known, n=1)
+      near = difflib.get_close_matches(name, names, n=1)
       raise TypeError(
         f"the batch has the field {name!r}, which neither the default loss nor "
         f"{language_model.name} takes: "

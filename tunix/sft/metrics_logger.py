@@ -275,9 +275,9 @@ class MetricsLogger:
   def _series(self, prefix: str, name: str, mode: Mode | str) -> _Series:
     key = (prefix, _mode(mode), name)
     if key not in self._history:
-      known = sorted(_event(key) for key in self._history)
+      events = sorted(_event(key) for key in self._history)
       raise ValueError(
-        f"the metric {_event(key)!r} was not logged; expected one of {known}"
+        f"the metric {_event(key)!r} was not logged; expected one of {events}"
       )
     return self._history[key]
 
@@ -332,7 +332,7 @@ def _mode(mode: Mode | str) -> str:
   text = str(mode)
   if text not in tuple(Mode):
     raise ValueError(
-      f"mode is {text!r}; expected one of {[str(known) for known in Mode]}"
+      f"mode is {text!r}; expected one of {[str(choice) for choice in Mode]}"
     )
   return text
 

@@ -120,7 +120,7 @@ def get_sharding(x: Any, mesh: Mesh, pspec: PartitionSpec) -> NamedSharding:
   return replicated
 
 
-def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def _place(leaf: object, mesh: Mesh, spec: PartitionSpec) -> Any:
   if not _is_array(leaf):
     return leaf
   sharding = get_sharding(leaf, mesh, spec)
@@ -135,7 +135,7 @@ def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
   )
 
 
-def _place_whole(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def _place_whole(leaf: object, mesh: Mesh, spec: PartitionSpec) -> Any:
   """Shards an array that every process holds; replicates it if it does not divide."""
   if not _is_array(leaf) or not _is_local(leaf):
     return leaf
@@ -145,20 +145,20 @@ def _place_whole(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
   return jax.make_array_from_callback(values.shape, fitted, lambda part: values[part])
 
 
-def _to_default_device(leaf: Any) -> Any:
+def _to_default_device(leaf: object) -> Any:
   return (
     jax.device_put(leaf) if isinstance(leaf, np.ndarray) and _is_array(leaf) else leaf
   )
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
   """Returns True for numeric arrays; arrays of strings or objects are not sharded."""
   return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (
     isinstance(x, np.ndarray) and x.dtype.kind not in "OUSM"
   )
 
 
-def _is_local(x: Any) -> bool:
+def _is_local(x: object) -> bool:
   return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def measure_tflops_per_step(
-  train_step_fn: Any, model: Any, optimizer: Any, train_example: Any
+  train_step_fn: Any, model: nnx.Module, optimizer: Any, train_example: Any
 ) -> float | None:
   """Measures the TFLOPs of one training step on all devices, without running it.
 
@@ -44,8 +44,8 @@ def measure_tflops_per_step(
   example = (model, optimizer, train_example)
   try:
     counted = hlo_flops.count_flops(train_step_fn.lower(*example))
-    if (kept := _with_mutations_kept(train_step_fn, model)) is not None:
-      as_given, counted = counted, hlo_flops.count_flops(kept.lower(*example))
+    if (jitted := _with_mutations_kept(train_step_fn, model)) is not None:
+      as_given, counted = counted, hlo_flops.count_flops(jitted.lower(*example))
       if counted.flops > as_given.flops:
         _log.warning(
           "jax.jit drops the step's changes of the model, and XLA does not compute "
@@ -64,13 +64,13 @@ def measure_tflops_per_step(
   return counted.flops / 1e12
 
 
-def _with_mutations_kept(step: Any, model: Any) -> Any:
+def _with_mutations_kept(step: Any, model: nnx.Module) -> Any:
   """Returns a function of `jax.jit` under `nnx.jit`; None for other functions."""
   function: Any = getattr(step, "__wrapped__", None)
   if function is None or not isinstance(model, nnx.Module):
     return None
-  kept = nnx.jit(function)
-  return None if isinstance(step, type(kept)) else kept
+  jitted = nnx.jit(function)
+  return None if isinstance(step, type(jitted)) else jitted
 
 
 def approximate_tflops_per_second(

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunix.serve.app import Endpoint, read_body, request_of
-from tunix.serve.http.bodies import Answer, Call, read_json
+from tunix.serve.http.bodies import Answer, Call, Receive, Scope, read_json
 from tunix.serve.http.errors import ApiError
 from tunix.serve.http.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.openai.context import Context, Tenants
@@ -153,7 +153,7 @@ class _TinkerEndpoint(Endpoint):
 
     super().__init__(served, path, context)
 
-  async def read(self, scope: Any, receive: Any) -> Call | None:
+  async def read(self, scope: Scope, receive: Receive) -> Call | None:
     settings, request = self._settings, request_of(scope)
     headers = request.headers
     keys = self._service.settings.keys
@@ -205,10 +205,10 @@ def tenant_of(
   if not keys:
     check(settings, path, headers)
     return "local"
-  found = tenant_of_key(keys, given_key(headers))
-  if found is None:
+  tenant = tenant_of_key(keys, given_key(headers))
+  if tenant is None:
     raise wrong_key("set TINKER_API_KEY to the key of a tenant")
-  return found
+  return tenant
 
 
 def _inflated(data: bytes, most: int) -> bytes:
@@ -231,8 +231,8 @@ def _inflated(data: bytes, most: int) -> bytes:
 
 def _is_whole(zstandard: Any, data: bytes, size: int) -> bool:
   """Returns False for a cut frame, of which zstandard returns the first part."""
-  if (known := zstandard.frame_content_size(data)) >= 0:
-    return size == known
+  if (content_size := zstandard.frame_content_size(data)) >= 0:
+    return size == content_size
   frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
   frame.decompress(data)
   return frame.eof
@@ -289,10 +289,10 @@ def _waiting(
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
     place = object()
     try:
-      found = await until_room(call, service, place)
+      outcome = await until_room(call, service, place)
     finally:
       sending.leave(call.tenant, place)
-    return found if isinstance(found, Answer) else await answer(call, *found)
+    return outcome if isinstance(outcome, Answer) else await answer(call, *outcome)
 
   async def until_room(
     call: TinkerCall, service: Service, place: object

@@ -75,12 +75,12 @@ class Future(Generic[T]):
       RequestFailedError: the request failed.
       TimeoutError: the result did not come in time.
     """
-    found = self._service.wait(_TENANT, self.request_id, timeout)
-    if found is None:
+    result = self._service.wait(_TENANT, self.request_id, timeout)
+    if result is None:
       raise TimeoutError(f"request {self.request_id} has no result yet")
-    if found.error is not None:
-      raise RequestFailedError(found.error, found.category)
-    return self._convert(found)
+    if result.error is not None:
+      raise RequestFailedError(result.error, result.category)
+    return self._convert(result)
 
 
 class ServiceClient:
@@ -366,9 +366,9 @@ class SamplingClient:
   def compute_logprobs(self, prompt: Any) -> list[float | None]:
     """Returns the log-probability of each token of a prompt; None for the first."""
     params = SamplingParams(max_tokens=1)
-    found = self.sample(prompt, 1, params, include_prompt_logprobs=True).result()
-    assert found.prompt_logprobs is not None
-    return found.prompt_logprobs
+    result = self.sample(prompt, 1, params, include_prompt_logprobs=True).result()
+    assert result.prompt_logprobs is not None
+    return result.prompt_logprobs
 
 
 def _path(result: Result) -> str:

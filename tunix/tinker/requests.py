@@ -73,12 +73,12 @@ def _heartbeat(call: TinkerCall, service: Service) -> dict[str, Any]:
 def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
   check_optimizer(body.get("optimizer_config"))
-  given = fields.table(body, "lora_config")
+  config = fields.table(body, "lora_config")
   try:
     spec = AdapterSpec(
-      rank=fields.integer(given, "rank"),
-      train_attn=fields.flag(given, "train_attn", True),
-      train_mlp=fields.flag(given, "train_mlp", True),
+      rank=fields.integer(config, "rank"),
+      train_attn=fields.flag(config, "train_attn", True),
+      train_mlp=fields.flag(config, "train_mlp", True),
     )
   except (TypeError, ValueError) as error:
     raise TinkerError(f"lora_config: {error}") from error
@@ -88,7 +88,7 @@ def _create_model(call: TinkerCall, service: Service) -> dict[str, Any]:
     fields.integer(body, "model_seq_id"),
     spec,
     base_model=fields.text(body, "base_model"),
-    seed=fields.whole(given, "seed", None, most=2**32 - 1),
+    seed=fields.whole(config, "seed", None, most=2**32 - 1),
     metadata=fields.metadata(body),
   )
   return _future(id, model)

@@ -95,8 +95,8 @@ def _page(call: TinkerCall, items: Sequence[T]) -> tuple[Sequence[T], dict[str, 
   for name, default in (("limit", 20), ("offset", 0)):
     value = call.query.get(name, str(default))
     is_number = value.isascii() and value.isdigit() and len(value) < 20
-    given = {name: int(value) if is_number else value}
-    numbers[name] = fields.integer(given, name)
+    field = {name: int(value) if is_number else value}
+    numbers[name] = fields.integer(field, name)
   limit, offset = min(numbers["limit"], _MOST), numbers["offset"]
   cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
   return items[offset : offset + limit], cursor
@@ -147,13 +147,13 @@ def _checkpoint_card(place: Place, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_checkpoints(call: TinkerCall, service: Service) -> dict[str, Any]:
-  found = service.checkpoints(call.tenant, call.query["run"])
-  return {"checkpoints": [_checkpoint_card(*x) for x in found]}
+  entries = service.checkpoints(call.tenant, call.query["run"])
+  return {"checkpoints": [_checkpoint_card(*x) for x in entries]}
 
 
 def _all_checkpoints(call: TinkerCall, service: Service) -> dict[str, Any]:
-  found, cursor = _page(call, service.checkpoints(call.tenant))
-  return {"checkpoints": [_checkpoint_card(*x) for x in found], "cursor": cursor}
+  entries, cursor = _page(call, service.checkpoints(call.tenant))
+  return {"checkpoints": [_checkpoint_card(*x) for x in entries], "cursor": cursor}
 
 
 def _place(call: TinkerCall, service: Service) -> Place:

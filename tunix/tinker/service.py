@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.models.transformer.model import Transformer
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learning.learner import AdapterSpec, Learner
@@ -86,7 +88,7 @@ class Service:
     settings: TinkerSettings | None = None,
     *,
     name: str = "base",
-    driver: Any = None,
+    driver: Driver | Replicas | None = None,
     tokenizer_name: str | None = None,
   ):
     self.tokenizer_name = name if tokenizer_name is None else tokenizer_name
@@ -302,10 +304,10 @@ class Service:
       raise missing("request", id)
     with self._worker.changed:
       if self._worker.is_run(owner):
-        found = self.run(tenant, owner).result(int(number))
-        if found is None:
+        result = self.run(tenant, owner).result(int(number))
+        if result is None:
           self.check_alive()
-        return found
+        return result
     return self.sampling.result(tenant, id)
 
   def wait(self, tenant: str, id: str, seconds: float | None = None) -> Result | None:

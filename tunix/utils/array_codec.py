@@ -41,7 +41,7 @@ def to_json(value: Any) -> Any:
   return value
 
 
-def from_json(value: Any, most_bytes: int | None = None) -> Any:
+def from_json(value: object, most_bytes: int | None = None) -> Any:
   """Returns the value of `to_json`.
 
   Args:
@@ -100,7 +100,7 @@ class _Budget:
       )
 
 
-def _decoded(value: Any, budget: _Budget) -> Any:
+def _decoded(value: object, budget: _Budget) -> Any:
   if isinstance(value, dict):
     if _ARRAY in value:
       kind, shape, text = value[_ARRAY]

@@ -108,7 +108,7 @@ def fields(config: Any, **ranges: Range) -> None:
       )
 
 
-def _is_other(value: Any, kind: _Kind) -> bool:
+def _is_other(value: object, kind: _Kind) -> bool:
   """Returns True if a value is of a type that a field allows besides numbers."""
   if isinstance(value, str):
     return str in kind.others
@@ -119,7 +119,7 @@ def _is_other(value: Any, kind: _Kind) -> bool:
 
 def number(
   name: str,
-  value: Any,
+  value: object,
   within: Range = ANY,
   *,
   whole: bool = False,
@@ -213,7 +213,7 @@ def _kinds(config: type) -> dict[str, _Kind]:
   }
 
 
-def _kind(hint: Any) -> _Kind:
+def _kind(hint: object) -> _Kind:
   union = typing.get_origin(hint) in (typing.Union, types.UnionType)
   members = typing.get_args(hint) if union else (hint,)
   numeric = [member for member in members if member in (int, float)]

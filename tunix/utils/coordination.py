@@ -35,7 +35,7 @@ class AbsentError(RuntimeError):
 
 
 def gather(
-  what: str, value: Any, timeout_s: float = 600, *, topic: str | None = None
+  what: str, value: object, timeout_s: float = 600, *, topic: str | None = None
 ) -> list[Any]:
   """Returns the values of all processes, in the order of the process indices.
 
@@ -135,7 +135,7 @@ def exchange(what: str, work: Callable[[], Any], timeout_s: float) -> list[Any]:
 
 def agree(
   what: str,
-  value: Any,
+  value: object,
   remedy: str,
   timeout_s: float = 600,
   *,

@@ -11,7 +11,6 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterable
-from typing import Any
 
 # Name of an unfinished file: its final name, host and process id, a random number.
 _UNFINISHED = re.compile(r".+\.(?P<host>[^.]+)-(?P<pid>\d+)-[0-9a-f]{8}\.partial")
@@ -90,6 +89,6 @@ def _lives(pid: int) -> bool:
   return True
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: object) -> None:
   """Writes `value` as indented JSON, atomically."""
   write_atomic(path, (json.dumps(value, indent=2, sort_keys=False) + "\n").encode())

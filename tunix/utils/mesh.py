@@ -57,17 +57,17 @@ def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
   devices = list(jax.devices()) if devices is None else list(devices)
   sizes = dict(axes)
   unknown = [name for name, size in sizes.items() if size == -1]
-  known = math.prod(size for size in sizes.values() if size != -1)
+  least = math.prod(size for size in sizes.values() if size != -1)
   if any(size < 1 and size != -1 for size in sizes.values()) or len(unknown) > 1:
     raise ValueError(
       f"mesh {sizes}: sizes must be at least 1, and one of them may be -1"
     )
   if unknown:
-    sizes[unknown[0]] = len(devices) // known
+    sizes[unknown[0]] = len(devices) // least
   total = math.prod(sizes.values())
   if total != len(devices):
     raise ValueError(
-      f"mesh {dict(axes)} needs {max(total, known)} devices, there are {len(devices)}: "
+      f"mesh {dict(axes)} needs {max(total, least)} devices, there are {len(devices)}: "
       "choose sizes whose product is that number"
     )
   kinds = (AxisType.Auto,) * len(sizes)
@@ -103,9 +103,14 @@ def explicit_mesh(tree: Any) -> Mesh | None:
   return None
 
 
-def _explicit_mesh_of(leaf: Any) -> Mesh | None:
-  mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+def _explicit_mesh_of(leaf: object) -> Mesh | None:
+  mesh = of_sharding(leaf)
   return mesh if isinstance(mesh, Mesh) and is_explicit(mesh) else None
+
+
+def of_sharding(x: object) -> Any:
+  """Returns the mesh of a sharding or of a leaf with a sharding; None: it has none."""
+  return getattr(getattr(x, "sharding", x), "mesh", None)
 
 
 def on_auto(tree: Any) -> Any:
@@ -190,7 +195,7 @@ def mesh_of(tree: Any) -> Mesh | None:
   A mesh of one device is returned as well if it can only be compiled for.
   """
   for leaf in jax.tree.leaves(tree):
-    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    mesh = of_sharding(leaf)
     if isinstance(mesh, Mesh) and (mesh.size > 1 or is_planned(mesh)):
       return auto(mesh)
     if mesh is not None and mesh.size > 1:  # of a traced array
@@ -265,7 +270,7 @@ def put(x: Any, sharding: Any) -> Any:
   The result is a ShapeDtypeStruct if `x` is one, or if the devices of the sharding
   belong to a topology that programs can only be compiled for.
   """
-  mesh = getattr(sharding, "mesh", None)
+  mesh = of_sharding(sharding)
   if isinstance(x, jax.ShapeDtypeStruct) or (mesh is not None and is_planned(mesh)):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   return jax.device_put(x, sharding)

@@ -36,10 +36,10 @@ def matches(pattern: str, text: str) -> bool:
       not support, or takes too many steps.
   """
   try:
-    found = _Match(pattern, text).ends(_parsed(pattern), 1)
+    ends = _Match(pattern, text).ends(_parsed(pattern), 1)
   except RecursionError as error:
     raise ValueError(f"the pattern {pattern!r} nests too deeply: flatten it") from error
-  return bool(found >> len(text) & 1)
+  return bool(ends >> len(text) & 1)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -126,7 +126,7 @@ class _Match:
       seen |= new
     return seen
 
-  def where(self, kind: str, argument: Any) -> int:
+  def where(self, kind: str, argument: object) -> int:
     """Returns the positions of the characters that a node for one character takes."""
     key = kind, argument if isinstance(argument, int) else id(argument)
     if key not in self.positions:

@@ -69,7 +69,7 @@ _NONE = Facts()
 
 
 def setting(
-  default: Any = dataclasses.MISSING,
+  default: object = dataclasses.MISSING,
   *,
   default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
   **facts: Any,
@@ -121,6 +121,6 @@ def shared_values(kind: type, section: Any) -> dict[str, Any]:
     kind: a dataclass type.
     section: an instance of a dataclass.
   """
-  known = {field.name for field in dataclasses.fields(kind)}
-  names = [f.name for f in dataclasses.fields(section) if f.name in known]
+  own = {field.name for field in dataclasses.fields(kind)}
+  names = [f.name for f in dataclasses.fields(section) if f.name in own]
   return {name: getattr(section, name) for name in names}

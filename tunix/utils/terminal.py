@@ -32,7 +32,7 @@ def shown(text: str, stream: TextIO | None = None) -> str:
   """
   if not (stream or sys.stdout).isatty():
     return text
-  return _CONTROL.sub(lambda found: found[1] or _escaped(found[0]), text)
+  return _CONTROL.sub(lambda match: match[1] or _escaped(match[0]), text)
 
 
 def one_line(text: str) -> str:

@@ -27,5 +27,5 @@ def lines(text: str) -> list[str]:
 
   `str.splitlines` splits at eight further characters, such as U+2028, which texts hold.
   """
-  found = text.removesuffix("\n").split("\n") if text else []
-  return [line.removesuffix("\r") for line in found]
+  parts = text.removesuffix("\n").split("\n") if text else []
+  return [line.removesuffix("\r") for line in parts]

@@ -12,7 +12,7 @@ from flax import nnx
 
 from tests import toys_text
 from tests.cli import runs
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.data import chat
 from tunix.models import heads, safetensors_saver
 from tunix.models.automodel import AutoModel
@@ -59,8 +59,8 @@ def lines(folder):
 def loaded(folder):
   """Model, compiled for rows of 64 tokens, and tokenizer."""
   call = nnx.jit(lambda model, tokens: model(tokens)[0])
-  model = loading.load_model(str(folder))
-  return lambda tokens: call(model, tokens), loading.load_tokenizer(str(folder))
+  model = model_folders.load_model(str(folder))
+  return lambda tokens: call(model, tokens), model_folders.load_tokenizer(str(folder))
 
 
 def run_alone(folder, prompt, response):

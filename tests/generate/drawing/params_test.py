@@ -21,7 +21,7 @@ from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import Draw
-from tunix.rl.rollout.turns import EngineClient
+from tunix.rl.rollout.local_clients import EngineClient
 
 # Each class with the rules, and what else it needs.
 KINDS = {

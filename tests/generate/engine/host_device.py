@@ -13,9 +13,9 @@ import numpy as np
 from tests import toys
 from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device.choice import Chosen
 from tunix.generate.engine.device.state import Out, PromptOut
-from tunix.generate.engine.host import layer_groups
+from tunix.generate.engine.device.token_sampling import Chosen
+from tunix.generate.engine.scheduling import layer_groups
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 VOCAB = toys.VOCAB

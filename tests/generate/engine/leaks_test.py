@@ -13,8 +13,8 @@ import pytest
 from tests import toys, toys_text
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
-from tunix.generate.engine.host import sequence
 from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.engine.scheduling import sequence
 from tunix.generate.tokens import Delta
 
 OURS = (sequence.Sequence, Ticket, EngineRequest, Delta)

@@ -19,8 +19,8 @@ from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import launch, state as state_lib
 from tunix.generate.engine.device.state import Round
-from tunix.generate.engine.host.plan import Plan
 from tunix.generate.engine.run import arrays
+from tunix.generate.engine.scheduling.plan import Plan
 from tunix.generate.padded import decode
 from tunix.models import automodel
 from tunix.models.llama3.model import ModelConfig

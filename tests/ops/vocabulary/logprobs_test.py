@@ -7,7 +7,7 @@ import pytest
 
 from tunix.ops.vocabulary import chunks as vocab_chunks
 from tunix.ops.vocabulary.logprobs import weighted_nll
-from tunix.ops.vocabulary.softmax import Layout
+from tunix.ops.vocabulary.softmax import Layout, Pulls, Rule
 
 B, T, D, V = 8, 40, 16, 64
 # 64 tokens a chunk, the least there is: 320 tokens make 5 chunks.
@@ -122,6 +122,44 @@ def test_weights_of_zero_drop_tokens(inputs):
   want = value_and_grads(plain, args, (0, 1))
   np.testing.assert_array_equal(got[1][0][:, 20:], 0.0)
   check((got[0], (got[1][0][:, :20], got[1][1])), want)
+
+
+@pytest.mark.parametrize(
+  "fixture, vocab_axis, vocab",
+  [
+    (None, None, V),
+    ("mesh_fsdp8", None, V),
+    ("mesh_fsdp8", None, 2048),  # each device computes columns for the tokens of all
+    ("mesh_fsdp4_tp2", "tp", V),
+    ("mesh_fsdp4_tp2", "tp", 2048),
+  ],
+)
+def test_tokens_of_uneven_rows(fixture, vocab_axis, vocab, request):
+  """Row r trains its last r/8, so that devices skip different numbers of chunks."""
+  mesh = request.getfixturevalue(fixture) if fixture else None
+  layout = Layout(False, mesh, ("fsdp",) if mesh else (), vocab_axis, chunk_bytes=1)
+  rows, length = 8, 200
+  keys = jax.random.split(jax.random.key(2), 4)
+  trained = jnp.arange(length) >= length - jnp.arange(rows)[:, None] * length / 8
+  args = (
+    jax.random.normal(keys[0], (rows, length, D)),
+    jax.random.normal(keys[1], (D, vocab)),
+    jax.random.randint(keys[2], (rows, length), 0, vocab),
+    jax.random.uniform(keys[3], (rows, length)) * trained,
+  )
+  got = value_and_grads(lambda *a: weighted_nll(*a, layout), args, (0, 1))
+  check(got, value_and_grads(plain, args, (0, 1)))
+
+
+def test_chunks_without_weight_are_not_computed(inputs):
+  hidden, unembed, targets, _ = inputs
+  needed = jnp.zeros((B, T), bool).at[:, ::4].set(True)  # 80 of 320: two chunks of 64
+  rule = Rule(CHUNKED)
+  arrays = hidden, unembed, targets
+  every = vocab_chunks.run(*arrays, pulls=Pulls(), rule=rule).logps
+  some = vocab_chunks.run(*arrays, pulls=Pulls(), rule=rule, needed=needed).logps
+  np.testing.assert_allclose(some[needed], every[needed], rtol=1e-5)
+  assert int(jnp.sum(some != 0)) == 128
 
 
 @pytest.mark.parametrize("transposed", [False, True])

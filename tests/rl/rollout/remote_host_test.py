@@ -14,7 +14,7 @@ from tunix.generate.external.rows import EngineError
 from tunix.models import lora
 from tunix.rl.rollout import remote_host
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
-from tunix.rl.weights import weight_sync
+from tunix.rl.weights import policy_version
 from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
 from tunix.serve.settings import ServeSettings
@@ -43,7 +43,7 @@ def clock(monkeypatch):
 
 def weights_of(model):
   arrays = {k: np.asarray(v.get_value()) for k, v in trained_variables(model).items()}
-  version = weight_sync.PolicyVersion(0, weight_sync.policy_stamp(model))
+  version = policy_version.PolicyVersion(0, policy_version.policy_stamp(model))
   return Weights(version=version, arrays=arrays)
 
 

@@ -22,7 +22,7 @@ from tunix.rl.rollout import host as host_lib, remote_host, wire
 from tunix.rl.rollout.host import HostError, RolloutHost
 from tunix.rl.rollout.remote_host import RemoteError, RemoteHost
 from tunix.rl.schedules.journal import JournalError
-from tunix.rl.weights import weight_sync
+from tunix.rl.weights import policy_version
 from tunix.rl.weights.placement import Weights
 from tunix.serve import rollouts
 from tunix.sft.steps.module_state import trained_variables
@@ -261,9 +261,9 @@ def test_weights_arrive_in_parts():
     host.part("me", path, half, data[half:])
     with pytest.raises(ValueError, match="is not expected: call begin first"):
       host.part("me", path, 0, data)
-  stamp = weight_sync.policy_stamp(other)
+  stamp = policy_version.policy_stamp(other)
   host.end("me", stamp)
-  assert host.stamp == stamp == weight_sync.policy_stamp(host._model)
+  assert host.stamp == stamp == policy_version.policy_stamp(host._model)
 
 
 def test_missing_parameters_and_wrong_stamps_are_refused():
@@ -409,7 +409,7 @@ def test_weights_that_are_sent_are_those_of_the_version(monkeypatch):
   with hosts_lib.served(hosts_lib.make) as (urls, (host,)):
     other = clusters.model(seed=2)
     arrays = {k: np.asarray(v.get_value()) for k, v in trained_variables(other).items()}
-    version = weight_sync.PolicyVersion(3, weight_sync.policy_stamp(other))
+    version = policy_version.PolicyVersion(3, policy_version.policy_stamp(other))
     client = RemoteHost(urls[0], None, 20.0, 1.0, host._form)
     sent = Weights(version=version, arrays=arrays)
     assert client.run(sent, lambda: "drawn") == "drawn"

@@ -16,7 +16,7 @@ from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import ClientLost
 from tunix.rl.weights.placement import Weights
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.metrics_logger import Mode
 
 CONFIG = RolloutConfig(max_tokens_to_generate=4, max_prompt_length=8)

@@ -28,7 +28,7 @@ def test_a_torn_decision_is_dropped_and_a_damaged_one_is_refused(tmp_path):
   data = written(tmp_path)
   path_of(tmp_path).write_bytes(data[:-1])
   torn = Journal(tmp_path)
-  assert len(torn.decisions) == 2 and not torn.ended
+  assert len(torn.decisions) == 2 and not torn.ends
   torn.add("start", 5, "a")
   torn.close()
   again = Journal(tmp_path)
@@ -45,7 +45,7 @@ def test_ended_groups_are_read_again_and_stored_ones_that_did_not_end_are_not(tm
   first.store({"tokens": [9]})  # killed before the record of its end
   first.close()
   again = Journal(tmp_path)
-  assert again.ended.keys() == {(0, 1)}
+  assert again.ends.keys() == {(0, 1)}
   assert again.content((0, 1)) == {"tokens": [1, 2]}
   again.end(4, (0, 0), "digest", again.store({"tokens": [3]}))
   assert again.content((0, 0)) == {"tokens": [3]}

@@ -18,7 +18,7 @@ def notes(prefix="", **metrics):
   for name, values in metrics.items():
     for step, value in enumerate(values, 1):
       logger.log(prefix, name.replace("__", "/"), value, Mode.TRAIN, step)
-  return list(doubts.found(logger, prefix).values())
+  return list(doubts.notes(logger, prefix).values())
 
 
 FALLING = np.exp(np.linspace(3, 2, 16))
@@ -63,14 +63,14 @@ def test_a_resumed_run_judges_no_part_of_its_values():
   second.restore(first.state())
   for step in range(2, 18):
     second.log("", "perplexity", 2.0, Mode.TRAIN, step)
-  assert not doubts.found(second, "")
+  assert not doubts.notes(second, "")
 
 
 def test_metrics_that_are_no_sign_in_a_run():
   logger = MetricsLogger()
   for step in range(4):
     logger.log("", "groups/all_equal", 1.0, Mode.TRAIN, step)
-  assert doubts.found(logger, "") and not doubts.found(logger, "", ["groups/all_equal"])
+  assert doubts.notes(logger, "") and not doubts.notes(logger, "", ["groups/all_equal"])
 
 
 def test_signs_are_logged_once_on_the_way_and_returned_at_the_end(caplog):

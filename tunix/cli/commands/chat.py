@@ -15,7 +15,7 @@ from tunix.cli.commands.parts.chat_server import (
   Unanswered,
   key_of,
 )
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
@@ -94,16 +94,18 @@ def _local(args: ChatOptions, start: Messages) -> Replies:
   """Loads a model into this process."""
   assert args.model is not None
   model, adapter = run_folder.export_of(args.model, args.adapter)
-  tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
+  tokenizer = model_folders.load_tokenizer(model, adapter, args.tokenizer)
   # Fails before the weights are read if there is no template, or no system turn in it.
   tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
-  loaded = loading.load_model(model, adapter, args.dtype)
+  loaded = model_folders.load_model(model, adapter, args.dtype)
   # The cache of the conversation is kept: a turn prefills only what is new.
   sampler: Any = sampler_of(loaded, tokenizer, frozen=True)
 
   def replies(messages: Messages) -> Generator[Part, None, None]:
     prompt = sampler.tokenizer.apply_chat_template(messages, tokenize=True)
-    steps = loading.new_tokens(sampler.transformer, [len(prompt)], args.max_new_tokens)
+    steps = model_folders.new_tokens(
+      sampler.transformer, [len(prompt)], args.max_new_tokens
+    )
     if steps < 1:
       raise Unanswered(
         f"the conversation has {len(prompt)} tokens, more than the model has "

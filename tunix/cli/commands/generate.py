@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
@@ -77,13 +77,13 @@ def main(argv: Sequence[str]) -> None:
     texts = _read_prompts(args.prompt_file)
   prompts: list[Any] = texts
   folder, adapter = run_folder.export_of(args.model, args.adapter)
-  tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
+  tokenizer = model_folders.load_tokenizer(folder, adapter, args.tokenizer)
   if args.chat and not tokenizer.has_chat_template():
     raise ValueError(
       "--chat is given, but the tokenizer has no chat template; omit it, or put a "
       "chat_template.jinja into the model's folder"
     )
-  model = loading.load_model(folder, adapter, args.dtype)
+  model = model_folders.load_model(folder, adapter, args.dtype)
   if (most := getattr(model.config, "max_position", None)) is not None:
     text_size.check(texts, most, "Shorten the prompt, or choose another model")
   if args.chat:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
   if steps is None:
     lengths = [len(sampler.tokenize(prompt)) for prompt in prompts]
     # At least 1, so that the sampler reports prompts that are too long.
-    steps = max(loading.new_tokens(model, lengths, None), 1)
+    steps = max(model_folders.new_tokens(model, lengths, None), 1)
   if args.stream:
     for part in sampler.stream(prompts, steps, every=1, **options):
       print(terminal.shown(part.text), end="", flush=True)

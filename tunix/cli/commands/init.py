@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"{args.from_trl}: {name}: {advice}")
   io.write_atomic(file, text.encode())
   next_step = f"`tunix train --dry-run --config {file}`"
-  given = set(typed) | set(first if args.from_trl else ())
-  if not {"model.path", "data.train"} <= given:
+  names = set(typed) | set(first if args.from_trl else ())
+  if not {"model.path", "data.train"} <= names:
     next_step = f"set model.path and data.train, then {next_step}"
   print(f"wrote {file}: {next_step}")
 
@@ -111,8 +111,8 @@ def _of_trl(
       is wrong.
   """
   known = {key for key, _, _ in keys.walk(JOBS[job].settings)}
-  found = from_trl.translate(job, yaml_text.read_file(file), known)
-  values, left = dict(found.values), dict(found.left)
+  translation = from_trl.translate(job, yaml_text.read_file(file), known)
+  values, left = dict(translation.values), dict(translation.left)
   while True:
     try:
       config_lib.load(_arguments(_texts(job, values, typed)))
@@ -123,14 +123,14 @@ def _of_trl(
       if key in typed or key not in values:
         raise
       del values[key]
-      left[found.names[key]] = f"left out, because {problem}"
+      left[translation.names[key]] = f"left out, because {problem}"
 
 
 def _texts(
-  job: str, given: Mapping[str, Any], typed: Mapping[str, str]
+  job: str, values: Mapping[str, Any], typed: Mapping[str, str]
 ) -> dict[str, str]:
   """Returns keys with their values as texts of a command line."""
-  texts = {key: yaml_text.inline(value) for key, value in given.items()}
+  texts = {key: yaml_text.inline(value) for key, value in values.items()}
   return {"job": job} | texts | dict(typed)
 
 

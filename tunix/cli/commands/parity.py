@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tunix.cli.commands.parts.arguments import Parser
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
   args = parser().parse_args(argv)
   for name in ("prompts", "tokens"):
     checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
-  loading.check_model_folder("MODEL", args.model)
-  model = loading.load_model(args.model, args.adapter, args.dtype)
+  model_folders.check("MODEL", args.model)
+  model = model_folders.load_model(args.model, args.adapter, args.dtype)
   if args.prompt:
     prompts, tokenizer = args.prompt, TokenizerAdapter.from_pretrained(args.model)
   else:

@@ -369,11 +369,11 @@ def advise(config: RunSettings, mesh: Mesh, estimate: RunEstimate) -> str:
 
   shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))
   search = plan_fit.largest_micro_batch if estimate.fits else plan_fit.first_remedy
-  found = search(config, shards, estimate.memory_bytes, peak)
-  if found is None:
+  better = search(config, shards, estimate.memory_bytes, peak)
+  if better is None:
     return "nothing here makes it fit: take more chips, or a smaller model"
   what = "the largest micro-batch that fits" if estimate.fits else "it fits with"
-  return f"{what}: {' '.join(found.words)} ({found.peak_bytes / 2**30:,.2f} GiB)"
+  return f"{what}: {' '.join(better.words)} ({better.peak_bytes / 2**30:,.2f} GiB)"
 
 
 def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:

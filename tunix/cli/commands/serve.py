@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.commands.parts.arguments import Parser
-from tunix.cli.make import loading
+from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.export import Dtype
 from tunix.cli.settings.options import Section, Values
@@ -114,11 +114,11 @@ def main(argv: Sequence[str]) -> None:
   if tinker is not None:
     service_lib.check_files(tinker)
   folder, own = run_folder.export_of(args.model, None)
-  tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
+  tokenizer = model_folders.load_tokenizer(folder, own, args.tokenizer)
 
   def load(path: Any, adapter: Any = None) -> Any:
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
-      return loading.load_model(str(path), adapter, args.dtype)
+      return model_folders.load_model(str(path), adapter, args.dtype)
 
   model = load(folder, own)
   config = _within_positions(config, values, model)

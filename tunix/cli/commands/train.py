@@ -80,17 +80,17 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix train`."""
   flags = {"--help", "-h", "--schema", "--print-config", "--dry-run", "--tiny"}
   words = [word for word in argv if word not in flags]
-  given = flags & set(argv)
-  if not argv or given & {"--help", "-h"}:
+  options = flags & set(argv)
+  if not argv or options & {"--help", "-h"}:
     print(_help(words))
-  elif "--schema" in given:
+  elif "--schema" in options:
     schema = reference.json_schema(config_lib.job_of(words))
     print(json.dumps(schema, indent=2, ensure_ascii=False))
-  elif "--print-config" in given:
+  elif "--print-config" in options:
     print(origins.describe(words), end="")
   else:
-    config = tiny.load(words) if "--tiny" in given else config_lib.load(words)
-    (look if "--dry-run" in given else run)(config)
+    config = tiny.load(words) if "--tiny" in options else config_lib.load(words)
+    (look if "--dry-run" in options else run)(config)
 
 
 def _help(words: list[str]) -> str:
@@ -304,6 +304,6 @@ def _write_page(
       _log.warning("%s of %s could not be written: %s", name, folder.path, problem)
 
 
-def _say(text: Any) -> None:
+def _say(text: object) -> None:
   if jax.process_index() == 0:
     print(text, flush=True)

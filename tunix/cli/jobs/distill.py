@@ -288,7 +288,7 @@ def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
 
 
 def _build_data(
-  config: DistillRun, tokenizer: TokenizerAdapter, known: Any = None
+  config: DistillRun, tokenizer: TokenizerAdapter, scans: Any = None
 ) -> RunData:
   """Builds the data, and compares the tokenizers of student and teacher.
 
@@ -299,7 +299,7 @@ def _build_data(
   teacher = config.distill.teacher
   if teacher is not None and not objects.is_name(teacher):
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
-  data = build_data.build_data(config, tokenizer, known)
+  data = build_data.build_data(config, tokenizer, scans)
   if not config.is_on_policy:
     return data
   train, held_out = (

@@ -108,7 +108,7 @@ class Job:
   sequences: Callable[[Any], int] = lambda config: config.training.global_batch_size
 
 
-def micro_batches(config: Any) -> str:
+def micro_batches(config: RunSettings) -> str:
   """Describes the parts of a global batch; "" if it is computed at once."""
   count = config.training.micro_batches
   return "" if count == 1 else f", in {count} micro-batches"
@@ -117,7 +117,7 @@ def micro_batches(config: Any) -> str:
 def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:
   """Returns a `Job.length` that adds up these keys of a section."""
 
-  def length(config: Any) -> tuple[str, int]:
+  def length(config: RunSettings) -> tuple[str, int]:
     limits = getattr(config, section)
     return f"{section}.{' + '.join(names)}", sum(getattr(limits, n) for n in names)
 

@@ -55,7 +55,7 @@ class KTORun(PreferenceRun):
   preference: KTOSettings = KTOSettings()
 
 
-def _build_data(config: Any, tokenizer: TokenizerAdapter, known: Any = None) -> RunData:
+def _build_data(config: Any, tokenizer: TokenizerAdapter, scans: Any = None) -> RunData:
   """Builds the data, and refuses data with one label only.
 
   Raises:
@@ -63,7 +63,7 @@ def _build_data(config: Any, tokenizer: TokenizerAdapter, known: Any = None) -> 
       completions have one label, from which KTO would only learn to raise, or to lower,
       the probability of every completion.
   """
-  data = build_data.build_data(config, tokenizer, known)
+  data = build_data.build_data(config, tokenizer, scans)
   report: Report = data.reports["train"]
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"

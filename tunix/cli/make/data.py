@@ -172,14 +172,14 @@ def scan_records(
 def build_data(
   config: RunSettings,
   tokenizer: TokenizerAdapter,
-  known: Mapping[str, Any] | None = None,
+  scans: Mapping[str, Any] | None = None,
 ) -> RunData:
   """Opens, checks and scans the records, and makes batches of them.
 
   Args:
     config: settings of the run.
     tokenizer: tokenizer of the run.
-    known: `RunData.scans` of an earlier start, whose records are not scanned again.
+    scans: `RunData.scans` of an earlier start, whose records are not scanned again.
 
   Raises:
     FileNotFoundError, ValueError: as for `open_records` and `scan_records`.
@@ -191,10 +191,10 @@ def build_data(
     for name, part in records.items()
     if isinstance(config, StreamRun)
   }
-  reports = _known_reports(known or {}, scan_keys)
+  reports = _known_reports(scans or {}, scan_keys)
   unknown = {name: part for name, part in records.items() if name not in reports}
-  kept: dict[str, dict[int, Any]] = {}
-  reports |= scan_records(config, tokenizer, unknown, kept)
+  prompts: dict[str, dict[int, Any]] = {}
+  reports |= scan_records(config, tokenizer, unknown, prompts)
   reports = {name: reports[name] for name in records}
   chosen = {
     name: build_widths.choose(
@@ -211,7 +211,7 @@ def build_data(
       tokenizer,
       part,
       training=name == "train",
-      kept=kept.get(name),
+      kept=prompts.get(name),
       chosen=chosen[name],
     )
     for name, part in records.items()
@@ -231,22 +231,22 @@ def build_data(
     },
     fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
-    widths={name: found for name, found in chosen.items() if found is not None},
+    widths={name: choice for name, choice in chosen.items() if choice is not None},
   )
 
 
 def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a row with the prompt as the record has it."""
   prompt = records.kind.read(records[index], records.where(index)).prompt
-  kept = {name: value for name, value in row.items() if name != PROMPT_IDS_COLUMN}
-  return kept | {PROMPT_COLUMN: prompt}
+  rest = {name: value for name, value in row.items() if name != PROMPT_IDS_COLUMN}
+  return rest | {PROMPT_COLUMN: prompt}
 
 
 def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
 
 
-def _env(config: Any) -> str | None:
+def _env(config: RunSettings) -> str | None:
   return getattr(config, "env", None)
 
 
@@ -275,12 +275,12 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
 
 
 def _known_reports(
-  known: Mapping[str, Any], scan_keys: Mapping[str, str]
+  scans: Mapping[str, Any], scan_keys: Mapping[str, str]
 ) -> dict[str, Any]:
   return {
-    name: Report(**known[name]["report"])
+    name: Report(**scans[name]["report"])
     for name, key in scan_keys.items()
-    if name in known and known[name]["key"] == key
+    if name in scans and scans[name]["key"] == key
   }
 
 
@@ -334,18 +334,18 @@ def batches(
 
 
 def _prompt_batches(
-  config: RunSettings, records: Records, kept: Mapping[int, Any], *, training: bool
+  config: RunSettings, records: Records, prompts: Mapping[int, Any], *, training: bool
 ) -> PromptBatches:
-  rows, sizes = list(kept.values()), config.training
+  rows, sizes = list(prompts.values()), config.training
   if _env(config) is not None:
     # An environment renders its own observations.
-    rows = [_unrendered(records, index, row) for index, row in kept.items()]
+    rows = [_unrendered(records, index, row) for index, row in prompts.items()]
   if not training:
     return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
   options: dict[str, Any] = {}
   if isinstance(records, Mixture) and records.weights is not None:
     # Shares count the prompts that are left, since dropped ones are never drawn.
-    options = {"sizes": records.count_by_part(kept), "weights": records.weights}
+    options = {"sizes": records.count_by_part(prompts), "weights": records.weights}
   seed = config.seed if config.data.shuffle else None
   return PromptBatches(
     rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
@@ -384,9 +384,9 @@ def _count_steps(config: Any, report: Report, passes: int) -> int | None:
     countable = False  # dropped records are drawn as well, an unknown number of times
   if not countable or (isinstance(config.data, RowSettings) and config.data.packing):
     return None
-  kept = report.kept if all_scanned else report.records
+  records = report.kept if all_scanned else report.records
   # Both divisions round up: the last batch and the last step may be smaller.
-  micro_batches = -(-kept * passes // config.training.micro_rows)
+  micro_batches = -(-records * passes // config.training.micro_rows)
   return -(-micro_batches // config.training.micro_batches)
 
 

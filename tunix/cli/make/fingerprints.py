@@ -22,6 +22,7 @@ from tunix.data.reading.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.files import tensor_files
+from tunix.models.gguf import tensors as gguf_tensors
 
 # Bytes that are read at the start and at the end of each tensor. Whole files would take
 # minutes, and training or merging changes every number of a tensor.
@@ -54,10 +55,10 @@ def of_config(config: RunSettings) -> dict[str, str]:
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  known, digests = keys.of_config(config), {}
+  entries, digests = keys.of_config(config), {}
   for dotted, path in keys.models(config).items():
     revision = config.model.revision if dotted == "model.path" else None
-    name = known[dotted].facts.fingerprint
+    name = entries[dotted].facts.fingerprint
     assert name is not None
     if objects.is_name(path):
       digests[name] = of_object(objects.get(path))
@@ -91,12 +92,15 @@ def of_model(folder: pathlib.Path) -> str:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
   config = tensor_files.read_json(folder / "config.json")
-  tensors = tensor_files.open_folder(folder)
+  gguf = folder / gguf_tensors.NAME
+  tensors = (
+    gguf_tensors.as_bytes(gguf) if gguf.exists() else tensor_files.open_folder(folder)
+  )
   weights = [_of_tensor(tensors[name]) for name in sorted(tensors)]
   return digest([json.dumps(config, sort_keys=True), weights])
 
 
-def of_object(model: Any) -> str:
+def of_object(model: nnx.Module) -> str:
   """Returns the digest of a model in memory: a sample of every array.
 
   Of an array it covers path, dtype, shape and the first `SAMPLE_BYTES`; of an array
@@ -134,11 +138,11 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
 
   Args:
     tokenizer: the tokenizer.
-    source: folder or file that it was loaded from, or a hub id, whose files are left
-      out.
+    source: folder or file that it was loaded from; or a hub id or a GGUF file, whose
+      vocabulary is left out.
   """
   place = pathlib.Path(source).expanduser()
-  folder = place.parent if place.is_file() else place
+  folder = place.parent if place.name == "tokenizer.json" else place
   for names in _VOCABULARIES:
     files = [folder / name for name in names if (folder / name).is_file()]
     if files:
@@ -149,6 +153,6 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
   return digest([contents, tokenizer.vocab_size, roles, special])
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
   """Returns the SHA-256 of a plain value."""
   return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()

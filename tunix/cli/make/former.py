@@ -44,7 +44,7 @@ def restore(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
   """
   values = keys.flatten(config)
 
-  def before(dotted: str, default: Any) -> Any:
+  def before(dotted: str, default: object) -> Any:
     section, _, name = dotted.partition(".")
     return (written.get(section) or {}).get(name, default)
 

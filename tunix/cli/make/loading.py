@@ -1,19 +1,17 @@
-"""Loads models and tokenizers that a configuration or an argument names."""
+"""Loads the models and the tokenizer that a configuration names."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.cli.make import objects
+from tunix.cli.make import model_folders, objects
 from tunix.cli.settings.run import ModelSettings, RunSettings
 from tunix.cli.settings.spelling import did_you_mean
-from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, quantization
 from tunix.models.automodel import AutoModel
@@ -21,19 +19,9 @@ from tunix.models.transformer.model import Transformer
 from tunix.utils import text_files
 from tunix.utils.setting import shared_values
 
-_TOKENIZER = "tokenizer.json"
-_ADAPTER = "adapter_config.json"
-
-# Default number of new tokens of a generation.
-_NEW_TOKENS = 128
-
 _NO_MODEL = (
   "model.path is not set. Give --model.path=FOLDER, or --model.name=PRESET to start "
   "from scratch"
-)
-_ADAPTER_NEEDS_BASE = (
-  "give the model that it was trained on (and the adapter as --adapter where a command "
-  "takes one), or merge them with `tunix export --kind merged`"
 )
 
 
@@ -67,7 +55,7 @@ class ModelLoader:
     elif objects.is_name(source.path):
       self._check_object()
     elif source.path is not None:
-      check_model_folder("model.path", source.path)
+      model_folders.check("model.path", source.path)
       self.folder()
     else:
       raise ValueError(_NO_MODEL)
@@ -117,7 +105,9 @@ class ModelLoader:
       loaded = TokenizerAdapter(objects.get(source), **options)
     else:
       revision = model.revision if source == model.path else None
-      loaded = named_tokenizer("tokenizer.path", source, revision=revision, **options)
+      loaded = model_folders.named_tokenizer(
+        "tokenizer.path", source, revision=revision, **options
+      )
     return TokenizerAdapter(loaded, message_form=settings.messages)
 
   def sizes(self) -> Any:
@@ -246,10 +236,10 @@ class ModelLoader:
         f"starts from scratch. Give --model.path={name}"
       )
     family, preset = families.preset(name)
-    known = [field.name for field in dataclasses.fields(family.config_class)]
+    names = [field.name for field in dataclasses.fields(family.config_class)]
     for arg in args:
-      if arg not in known:
-        remedy = did_you_mean(arg, known, f"fields are {', '.join(known)}")
+      if arg not in names:
+        remedy = did_you_mean(arg, names, f"fields are {', '.join(names)}")
         raise ValueError(f"model.args.{arg} is no field of {name}: {remedy}")
     try:
       return preset(**args)
@@ -307,137 +297,3 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
       f"{model.config.vocab_size}, so they belong to two models. Set tokenizer.path to "
       "the model's own"
     )
-
-
-# Models and tokenizers of the arguments --model, --adapter and --tokenizer.
-
-
-def new_tokens(model: Any, prompts: Sequence[int], requested: int | None) -> int:
-  """Returns the number of tokens to generate.
-
-  The default is 128, or fewer if the model has no more positions after the longest
-  prompt.
-
-  Args:
-    model: model with a `config.max_position`, if its positions are limited.
-    prompts: lengths of the prompts in tokens.
-    requested: number that the user gave; None: the default.
-  """
-  if requested is not None:
-    return requested
-  most = getattr(getattr(model, "config", None), "max_position", None)
-  return _NEW_TOKENS if most is None else min(_NEW_TOKENS, most - max(prompts))
-
-
-def check_model_folder(name: str, folder: str) -> None:
-  """Refuses the folder of a run or an adapter, and names the model's folder instead.
-
-  Args:
-    name: setting that names the folder, for the message.
-    folder: folder or hub id; a hub id passes.
-
-  Raises:
-    FileNotFoundError: there is no such folder, and the name is no hub id.
-    ValueError: the folder holds a run or an adapter.
-  """
-  path = pathlib.Path(folder).expanduser()
-  if not path.exists() and "/" not in folder:
-    raise FileNotFoundError(
-      f"{name} is {folder!r}, and there is no such folder. Give a folder with "
-      "config.json, or a hub id 'owner/name'"
-    )
-  if not path.is_dir() or (path / "config.json").is_file():
-    return
-  if (path / "config.yaml").is_file():
-    export = path / "export"
-    what = f"{name} is {folder!r}, the folder of a run"
-    if (export / "config.json").is_file():
-      raise ValueError(f"{what}: give its model, {export}")
-    if (export / _ADAPTER).is_file():
-      raise ValueError(
-        f"{what}, whose export {export} is an adapter: {_ADAPTER_NEEDS_BASE}"
-      )
-    raise ValueError(
-      f"{what} without an exported model: run `tunix export --run {folder} --to MODEL` "
-      "and give MODEL"
-    )
-  if (path / _ADAPTER).is_file():
-    raise ValueError(f"{name} is {folder!r}, an adapter: {_ADAPTER_NEEDS_BASE}")
-
-
-def named_tokenizer(name: str, folder: str, **options: Any) -> TokenizerAdapter:
-  """Loads the tokenizer of a folder or hub id.
-
-  Args:
-    name: setting that names the folder, for the message.
-    folder: folder or hub id.
-    **options: options of `TokenizerAdapter.from_pretrained`.
-
-  Raises:
-    FileNotFoundError, ValueError: there is no tokenizer.
-  """
-  try:
-    return TokenizerAdapter.from_pretrained(folder, **options)
-  except ImportError as error:  # files other than tokenizer.json need transformers
-    if not pathlib.Path(folder).expanduser().is_dir():
-      raise
-    raise ValueError(
-      f"{folder} has no {_TOKENIZER}: name the folder of its tokenizer with {name} "
-      "(other kinds of files are read where the package transformers is)"
-    ) from error
-
-
-def load_model(
-  folder: str, adapter: str | None = None, dtype: str | None = None
-) -> Transformer:
-  """Loads the model of a Hugging Face folder, with a PEFT adapter if one is given.
-
-  Raises:
-    FileNotFoundError: there is no such model or adapter.
-    ValueError: the adapter does not fit the model.
-  """
-  model = AutoModel.from_pretrained(folder, dtype=dtype)
-  return model if adapter is None else lora.load_adapter(model, adapter)
-
-
-def load_tokenizer(
-  folder: str,
-  adapter: str | None = None,
-  tokenizer: str | None = None,
-  *,
-  name: str = "--model",
-) -> TokenizerAdapter:
-  """Loads the tokenizer of `tokenizer`, else the adapter's, else the model's.
-
-  The adapter's comes first because it may have been trained with another chat template
-  than its model.
-
-  Args:
-    folder: folder or hub id of the model.
-    adapter: folder of the adapter; None without one.
-    tokenizer: folder or hub id of the tokenizer; None if the user named none.
-    name: argument that names `folder`, for messages.
-
-  Raises:
-    FileNotFoundError, ValueError: there is no tokenizer.
-  """
-  if tokenizer is not None:
-    return named_tokenizer("--tokenizer", tokenizer)
-  check_model_folder(name, folder)
-  if adapter is not None:
-    _check_adapter_folder(adapter)
-  if adapter is None or not (pathlib.Path(adapter) / _TOKENIZER).is_file():
-    return named_tokenizer("--tokenizer", folder)
-  # The model's own configuration lists the tokens that end a generation.
-  eos_ids = tokenizer_files.read_eos_ids(pathlib.Path(folder).expanduser())
-  trained = TokenizerAdapter.from_pretrained(adapter)
-  return TokenizerAdapter(trained, eos_ids=eos_ids)
-
-
-def _check_adapter_folder(folder: str) -> None:
-  """Refuses a folder without an adapter, before a model is loaded for it."""
-  path = pathlib.Path(folder).expanduser()
-  if path.is_dir() and not (path / _ADAPTER).is_file():
-    inner = path / "export"
-    near = f"give {inner}" if (inner / _ADAPTER).is_file() else "give a PEFT folder"
-    raise ValueError(f"--adapter is {folder!r}, which has no {_ADAPTER}: {near}")

@@ -27,7 +27,7 @@ def holding() -> Iterator[None]:
     _objects.reset(token)
 
 
-def name_of(value: Any, key: str) -> str:
+def name_of(value: object, key: str) -> str:
   """Returns the name of an object for a configuration; call it in `holding`.
 
   Args:

@@ -169,13 +169,13 @@ def build_optimizer(
 @functools.lru_cache(maxsize=shared_steps.MOST)
 def _optimizer_of(
   name: str,
-  given: Arguments,
+  arguments: Arguments,
   decay_targets: tuple[str, ...] | None,
   learning_rate: float | Schedule,
   max_grad_norm: float | None,
 ) -> optax.GradientTransformation:
   """Returns one object for equal settings, so that trainers share compiled steps."""
-  args = given.values
+  args = arguments.values
   make = _lookup("optimizer.name", name, _optimizers())
   parameters = inspect.signature(make).parameters
   _check_names(f"optimizer {name}", "optimizer.args", args, parameters)
@@ -206,7 +206,7 @@ def _optimizer_of(
     _rehearse(tx)
   except (TypeError, ValueError, AttributeError) as error:
     raise ValueError(
-      f"optimizer {name} cannot be used with {given.values}: {error}; correct "
+      f"optimizer {name} cannot be used with {arguments.values}: {error}; correct "
       "optimizer.args or choose another optimizer"
     ) from error
   if max_grad_norm is None:
@@ -249,11 +249,11 @@ def decay_of(config: RunSettings, names: Iterable[str]) -> dict[float, list[str]
   if _ADAM_DECAY in parameters:
     parts = {argument: list(filter(_is_matrix, chosen)) for argument in parts}
     parts[_ADAM_DECAY] = [name for name in names if not _is_matrix(name)]
-  found: dict[float, list[str]] = {}
+  patterns: dict[float, list[str]] = {}
   for argument, moved in parts.items():
     if value := settings.args.get(argument, parameters[argument].default):
-      found.setdefault(value, []).extend(moved)
-  return found
+      patterns.setdefault(value, []).extend(moved)
+  return patterns
 
 
 def _decay_mask(name: str) -> str | None:
@@ -369,19 +369,19 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
 
 
 def _lookup(
-  key: str, name: str, known: Mapping[str, Callable[..., Any]]
+  key: str, name: str, functions: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-  if name in known:
-    return known[name]
-  remedy = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
+  if name in functions:
+    return functions[name]
+  remedy = did_you_mean(name, functions, f"use one of {', '.join(sorted(functions))}")
   raise ValueError(f"{key} {name!r} is unknown to optax: {remedy}")
 
 
 def _check_names(
   owner: str, key: str, args: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> None:
-  known = [name for name in parameters if name != "learning_rate"]
+  names = [name for name in parameters if name != "learning_rate"]
   for name in args:
     if name not in parameters:
-      remedy = did_you_mean(name, known, f"it takes {', '.join(known)}")
+      remedy = did_you_mean(name, names, f"it takes {', '.join(names)}")
       raise ValueError(f"{key}.{name} is no argument of {owner}: {remedy}")

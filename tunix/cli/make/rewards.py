@@ -198,7 +198,7 @@ def source_digest(text: str) -> str:
 _DEPTH = 8
 
 
-def _content(value: Any, depth: int) -> Any:
+def _content(value: object, depth: int) -> Any:
   """Returns the code and the plain values of a function, equal in every process.
 
   Values that are neither plain nor callable count by their type.
@@ -224,5 +224,5 @@ def _content(value: Any, depth: int) -> Any:
   return (name, inner(vars(value))) if callable(value) and _has_vars(value) else name
 
 
-def _has_vars(value: Any) -> bool:
+def _has_vars(value: object) -> bool:
   return hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType)

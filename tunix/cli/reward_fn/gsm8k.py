@@ -64,7 +64,7 @@ def check_numbers(
   return rewards
 
 
-def _graded(text: str, right: Any) -> float:
+def _graded(text: str, right: object) -> float:
   if _same_number([None], [text], answer=[right])[0]:
     return 3.0
   inside = re.findall(_INSIDE, text, re.DOTALL)

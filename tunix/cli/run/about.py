@@ -79,9 +79,9 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
       "dimensions of the hidden states (embed_dim); a higher rank adds memory only"
     )
   is_scanned = report.scanned == report.records
-  if rows > (kept := report.kept if is_scanned else report.records):
+  if rows > (size := report.kept if is_scanned else report.records):
     yield (
-      f"note: training.global_batch_size is {rows}, and the train data has only {kept} "
+      f"note: training.global_batch_size is {rows}, and the train data has only {size} "
       "records; lower it to take several steps in each epoch"
     )
   if report.blank:

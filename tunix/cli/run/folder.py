@@ -172,15 +172,15 @@ class RunFolder:
     """
     if not self.steps() or not self.config_file.is_file():
       return config
-    kept = former.restore(config, yaml_text.read_file(str(self.config_file)))
-    now, then = keys.flatten(config), keys.flatten(kept).items()
+    former_config = former.restore(config, yaml_text.read_file(str(self.config_file)))
+    now, then = keys.flatten(config), keys.flatten(former_config).items()
     if text := ", ".join(f"{key}={x}" for key, x in then if now[key] != x):
       _log.warning(
         "%s was begun by an older version and keeps its defaults: %s. Use another "
         "output_dir for other values",
         *(self.path, text),
       )
-    return kept
+    return former_config
 
   def start(
     self,
@@ -311,9 +311,9 @@ def _differences(before: RunSettings, now: RunSettings) -> list[str]:
 
 def _changeable(config: RunSettings) -> set[str]:
   """Returns the keys that may change when a run is resumed."""
-  known = keys.of_config(config)
-  free = [key for key, entry in known.items() if entry.facts.may_change]
-  return {key for key in known for f in free if f"{key}.".startswith(f"{f}.")}
+  entries = keys.of_config(config)
+  free = [key for key, entry in entries.items() if entry.facts.may_change]
+  return {key for key in entries for f in free if f"{key}.".startswith(f"{f}.")}
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Prepared:
   def row_length(self) -> tuple[str, int]:
     """The keys that limit the length of a row, and the tokens of the widest row."""
     keys, most = JOBS[self.config.job].length(self.config)
-    found = [widths.tokens for widths in self.data.widths.values()]
-    return keys, max(found, default=most)
+    lengths = [widths.tokens for widths in self.data.widths.values()]
+    return keys, max(lengths, default=most)
 
   @property
   def sized(self) -> RunSettings:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.make import data as build_data, loading
+from tunix.cli.make import data as build_data, model_folders
 from tunix.cli.make.data import RunData
 from tunix.cli.run.folder import export_of
 from tunix.cli.settings import keys
@@ -129,7 +129,7 @@ class JobResult(Result):
     if self.trained is not None:
       return self.trained
     assert self.output_dir is not None
-    return loading.load_model(*export_of(self.output_dir, None))
+    return model_folders.load_model(*export_of(self.output_dir, None))
 
 
 def read_history(logs: pathlib.Path) -> History:
@@ -164,13 +164,13 @@ def ends(job: str, history: History) -> dict[str, tuple[float, float]]:
     job: name of the job.
     history: metrics by "mode/metric".
   """
-  found = {}
+  series = {}
   for name, metric in JOBS[job].results.items():
     for mode in ("train", "eval"):
       if (event := f"{mode}/{metric}") in history:
         values = history[event].values
-        found[f"{mode}_{name}"] = float(values[0]), float(values[-1])
-  return {name: found[name] for name in _METRICS if name in found}
+        series[f"{mode}_{name}"] = float(values[0]), float(values[-1])
+  return {name: series[name] for name in _METRICS if name in series}
 
 
 def how_to_train_longer(config: RunSettings, data: RunData, result: Result) -> str:

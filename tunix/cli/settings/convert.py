@@ -60,12 +60,12 @@ class Choice:
     """The default name."""
     return next(iter(self.classes))
 
-  def name_of(self, value: Any) -> str:
+  def name_of(self, value: object) -> str:
     """Returns the name that chooses the class of `value`."""
     return next(name for name, cls in self.classes.items() if type(value) is cls)
 
 
-def options(hint: Any) -> list[Any]:
+def options(hint: object) -> list[Any]:
   """Returns the members of a type that a file can hold.
 
   These are scalars, Literal, lists, mappings, dataclasses and np.dtype. Functions,
@@ -77,7 +77,7 @@ def options(hint: Any) -> list[Any]:
   return [m for m in members if _is_plain(m)]
 
 
-def section_of(hint: Any) -> type | Choice | None:
+def section_of(hint: object) -> type | Choice | None:
   """Returns the dataclass of a section, or its `Choice`; None for a field of values."""
   if typing.get_origin(hint) is typing.Annotated:
     marks = typing.get_args(hint)[1:]
@@ -85,23 +85,23 @@ def section_of(hint: Any) -> type | Choice | None:
   return next((m for m in _members(hint) if _is_section(m)), None)
 
 
-def item_of(hint: Any) -> Any:
+def item_of(hint: object) -> Any:
   """Returns the type of the items of a list; None for other types."""
   lists = (one for one in options(hint) if typing.get_origin(one) in _LISTS)
   return next((typing.get_args(one)[0] for one in lists), None)
 
 
-def is_open(hint: Any) -> bool:
+def is_open(hint: object) -> bool:
   """Returns True for a mapping with free keys."""
   return any(typing.get_origin(option) in _MAPPINGS for option in options(hint))
 
 
-def takes_null(hint: Any) -> bool:
+def takes_null(hint: object) -> bool:
   """Returns True if null is a value of the field, and not only the absence of one."""
   return type(None) in options(hint)
 
 
-def convert(value: Any, hint: Any, key: str) -> Any:
+def convert(value: object, hint: object, key: str) -> Any:
   """Converts `value` to the type `hint`.
 
   An integer passes as a float. The text of an `Argument` passes as a string, although
@@ -120,7 +120,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
   raise ValueError(f"{key} is {describe(plain_value)}, expected {describe_type(hint)}")
 
 
-def without_text(value: Any) -> Any:
+def without_text(value: object) -> Any:
   """Replaces each `Argument` in a nested value by its YAML value."""
   if isinstance(value, Argument):
     return value.value
@@ -129,7 +129,7 @@ def without_text(value: Any) -> Any:
   return value
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
   """Converts a value to the types of YAML and JSON."""
   if isinstance(value, Mapping):
     return {key: plain(entry) for key, entry in value.items()}
@@ -142,7 +142,7 @@ def plain(value: Any) -> Any:
   return value
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
   """Returns a value with its type, for messages."""
   if value is None:
     return "null"
@@ -152,18 +152,18 @@ def describe(value: Any) -> str:
   return f"the {names.get(type(value), type(value).__name__)} {value!r}"
 
 
-def describe_type(hint: Any) -> str:
+def describe_type(hint: object) -> str:
   """Returns the types that a field takes, for messages."""
   return " or ".join(_name(option) for option in options(hint))
 
 
-def json_type(hint: Any) -> dict[str, Any]:
+def json_type(hint: object) -> dict[str, Any]:
   """Returns the JSON Schema of a type."""
   schemas = [_json_type(option) for option in options(hint)]
   return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def placeholder(hint: Any) -> str:
+def placeholder(hint: object) -> str:
   """Returns a placeholder of a value in help: N, TEXT, a|b."""
   schema = json_type(hint)
   one = schema.get("anyOf", [schema])[0]
@@ -176,7 +176,7 @@ def placeholder(hint: Any) -> str:
   return (names | more)[one["type"]]
 
 
-def _members(hint: Any) -> list[Any]:
+def _members(hint: object) -> list[Any]:
   if typing.get_origin(hint) is typing.Annotated:
     return _members(typing.get_args(hint)[0])
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -184,11 +184,11 @@ def _members(hint: Any) -> list[Any]:
   return [hint]
 
 
-def _is_section(option: Any) -> bool:
+def _is_section(option: object) -> bool:
   return isinstance(option, type) and dataclasses.is_dataclass(option)
 
 
-def _is_plain(option: Any) -> bool:
+def _is_plain(option: object) -> bool:
   origin = typing.get_origin(option)
   if origin in _LISTS or origin in _MAPPINGS or origin is Literal:
     return True
@@ -201,9 +201,9 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
   if origin is Literal:
     return isinstance(value, str) and value in typing.get_args(option), value
   if option is np.dtype:
-    known = isinstance(value, str) and value in DTYPES
+    is_name = isinstance(value, str) and value in DTYPES
     # jnp.float32, as in Python code, so that a value read back equals the default.
-    return known, getattr(jnp, value) if known else None
+    return is_name, getattr(jnp, value) if is_name else None
   if origin in _LISTS:
     kind = typing.get_args(option)[0]
     entries = value if isinstance(value, list | tuple) else [None]
@@ -231,7 +231,7 @@ def _entries(value: Any, option: Any, key: str) -> Any:
   return {name: convert(entry, kind, f"{key}.{name}") for name, entry in value.items()}
 
 
-def _name(option: Any) -> str:
+def _name(option: object) -> str:
   """Returns the name of a type in messages."""
   schema = _json_type(option)
   if "enum" in schema:
@@ -242,7 +242,7 @@ def _name(option: Any) -> str:
   return "a mapping of names" if option not in _SCALARS else _SCALARS[option][1]
 
 
-def _json_type(option: Any) -> dict[str, Any]:
+def _json_type(option: object) -> dict[str, Any]:
   origin = typing.get_origin(option)
   if origin is Literal:
     return {"enum": list(typing.get_args(option))}

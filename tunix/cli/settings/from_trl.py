@@ -120,19 +120,19 @@ def translate(
   defaults = _DEFAULTS | _DEFAULTS_OF.get(job, {}) | (_LORA if has_lora else {})
   if options.get("max_steps", -1) > 0:
     del defaults["num_train_epochs"]
-  given, options = options.keys(), defaults | dict(options)
+  explicit, options = options.keys(), defaults | dict(options)
   for name, value in options.items():
     if name in _NOT_NEEDED or name in _BATCH:
       continue
     special = _SPECIAL.get(name, lambda job, value, options: {})
-    found = special(job, value, options)
+    ours = special(job, value, options)
     if name in _SAME:
-      found = {_SAME[name]: value}
+      ours = {_SAME[name]: value}
     is_key = lambda key: key in known or key.rpartition(".")[0] == "optimizer.args"
-    found = {key: value for key, value in found.items() if is_key(key)}
-    values |= found
-    names |= dict.fromkeys(found, name)
-    if not found and name in given - left.keys() and value not in _NOTHING:
+    ours = {key: value for key, value in ours.items() if is_key(key)}
+    values |= ours
+    names |= dict.fromkeys(ours, name)
+    if not ours and name in explicit - left.keys() and value not in _NOTHING:
       is_ours = name in _SAME or name in _SPECIAL
       near = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else "no counterpart"
       left[name] = f"no counterpart of {value!r} in the job {job}" if is_ours else near
@@ -165,7 +165,7 @@ def _differences(job: str, options: Mapping[str, Any]) -> dict[str, str]:
   return left
 
 
-def _several(value: Any) -> list[Any]:
+def _several(value: object) -> list[Any]:
   return value if isinstance(value, list) else [value]
 
 
@@ -186,10 +186,10 @@ def _batch(
   return {"training.global_batch_size": prompts}
 
 
-def _loss(job: str, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
-    found = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
-    return {key: value for key, value in found.items() if value is not None}
+    ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
+    return {key: value for key, value in ours.items() if value is not None}
   names = _several(value)
   return {"preference.loss": names[0]} if len(names) == 1 else {}
 

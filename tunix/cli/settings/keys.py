@@ -122,17 +122,17 @@ def of_config(config: Any) -> dict[str, Key]:
 
 def defaults(config: Any) -> dict[str, Any]:
   """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
-  known = of_config(config)
-  found = {
-    dotted: known[dotted].default for dotted in flatten(config) if dotted in known
+  entries = of_config(config)
+  values = {
+    dotted: entries[dotted].default for dotted in flatten(config) if dotted in entries
   }
   return {
-    dotted: None if found.get(dotted, REQUIRED) is REQUIRED else plain(found[dotted])
+    dotted: None if values.get(dotted, REQUIRED) is REQUIRED else plain(values[dotted])
     for dotted in flatten(config)
   }
 
 
-def with_value(config: Any, key: str, value: Any) -> Any:
+def with_value(config: Any, key: str, value: object) -> Any:
   """Returns the settings with another value of a dotted key."""
   name, _, below = key.partition(".")
   if below:

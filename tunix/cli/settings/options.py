@@ -112,16 +112,16 @@ class Option:
       parts.append(f"[{default}]")
     return " ".join(parts).replace("%", "%%")
 
-  def of_flag(self, given: Any) -> Any:
+  def of_flag(self, words: Any) -> Any:
     """Converts the texts of the command line.
 
     Raises:
       ValueError: the value has another type.
     """
-    if isinstance(given, bool):
-      return given
+    if isinstance(words, bool):
+      return words
 
-    def read(text: str, hint: Any) -> Any:
+    def read(text: str, hint: object) -> Any:
       # Texts stay as they were typed: YAML takes quotation marks away.
       is_null = text == "null" and convert.takes_null(hint)
       is_text = {str, pathlib.Path} & {*convert.options(hint)} and not is_null
@@ -130,10 +130,10 @@ class Option:
 
     item = convert.item_of(self.hint)
     return (
-      read(given, self.hint) if item is None else tuple(read(x, item) for x in given)
+      read(words, self.hint) if item is None else tuple(read(x, item) for x in words)
     )
 
-  def of_file(self, value: Any, where: str) -> Any:
+  def of_file(self, value: object, where: str) -> Any:
     """Converts a value of a file.
 
     Raises:
@@ -157,7 +157,7 @@ class Values:
   def __init__(self, prog: str, sections: Sequence[Section]):
     self._prog = prog
     self._of = {section.kind: section.options() for section in sections}
-    self._options = {x.name: x for known in self._of.values() for x in known.values()}
+    self._options = {x.name: x for own in self._of.values() for x in own.values()}
     self._given: dict[str, Any] = {}
     self._where: dict[str, str] = {}  # how the user wrote each option
 
@@ -242,12 +242,12 @@ class Values:
 
 
 def _flat(
-  values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = ""
+  values: Mapping[str, Any], options: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
   """Yields (name, value) of a file; a mapping that is no value holds names."""
   for key, value in values.items():
     name = f"{prefix}{key}"
-    if isinstance(value, dict) and name not in known:
-      yield from _flat(value, known, f"{name}.")
+    if isinstance(value, dict) and name not in options:
+      yield from _flat(value, options, f"{name}.")
     else:
       yield name, value

@@ -40,17 +40,17 @@ def read_file(name: str) -> dict[str, Any]:
 
 def key_lines(name: str) -> dict[str, int]:
   """Returns {dotted key: line, from 1} of a file that `read_file` reads."""
-  found: dict[str, int] = {}
+  numbers: dict[str, int] = {}
   node = yaml.compose(text_files.read(_place(name)), Loader=_Loader)
-  _note_lines(node, "", found)
-  return found
+  _note_lines(node, "", numbers)
+  return numbers
 
 
-def _note_lines(node: Any, prefix: str, found: dict[str, int]) -> None:
+def _note_lines(node: object, prefix: str, numbers: dict[str, int]) -> None:
   if isinstance(node, yaml.MappingNode):
     for key, value in node.value:
-      found[f"{prefix}{key.value}"] = key.start_mark.line + 1
-      _note_lines(value, f"{prefix}{key.value}.", found)
+      numbers[f"{prefix}{key.value}"] = key.start_mark.line + 1
+      _note_lines(value, f"{prefix}{key.value}.", numbers)
 
 
 def _place(name: str) -> pathlib.Path:
@@ -93,7 +93,7 @@ def argument(text: str) -> Argument:
 _MOST_VALUES = 1_000_000
 
 
-def _check_aliases(value: Any, origin: str) -> None:
+def _check_aliases(value: object, origin: str) -> None:
   """Refuses a value that contains itself, or that aliases repeat too many times.
 
   Raises:
@@ -120,12 +120,12 @@ def _check_aliases(value: Any, origin: str) -> None:
     left += [(inner, f"{key}.{name}".lstrip("."), inside) for name, inner in pairs]
 
 
-def lines(value: Any) -> str:
+def lines(value: object) -> str:
   """Returns a value as YAML with one line per key, in the order of the value."""
   return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def inline(value: Any) -> str:
+def inline(value: object) -> str:
   """Returns a value as YAML on one line."""
   options: dict[str, Any] = {"default_flow_style": True, "width": 10**6}
   text = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, **options)

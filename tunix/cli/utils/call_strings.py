@@ -93,11 +93,11 @@ def load(call: CallString) -> Callable[..., Any]:
   module = load_module(call.source)
   function = getattr(module, call.name, None)
   if not callable(function):
-    known = [
+    names = [
       n for n, v in vars(module).items() if callable(v) and not n.startswith("_")
     ]
     raise ValueError(
-      f"{call.source} has no function {call.name!r}; it has {known or 'none'}"
+      f"{call.source} has no function {call.name!r}; it has {names or 'none'}"
     )
   return function
 

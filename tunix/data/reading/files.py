@@ -74,8 +74,8 @@ def open_file(
     ValueError: the file has no record, or another format.
   """
   text = os.fspath(path)
-  known, suffix = name or text, pathlib.Path(name or text).suffix.lower()
-  if known.endswith(ARRAY_RECORD):
+  label, suffix = name or text, pathlib.Path(name or text).suffix.lower()
+  if label.endswith(ARRAY_RECORD):
     # Importing Grain takes a second; only ArrayRecord files need it.
     from tunix.data.reading.array_record import ArrayRecords
 
@@ -83,7 +83,7 @@ def open_file(
   if suffix in (".csv", ".tsv"):
     return CsvRecords(path, kind, name=name)
   if suffix == ".parquet":
-    return HeldRecords(_parquet(text), kind, name=known, noun="parquet")
+    return HeldRecords(_parquet(text), kind, name=label, noun="parquet")
   is_array = suffix == ".json" and _starts_with_array(pathlib.Path(text).expanduser())
   return (JsonArrayRecords if is_array else JsonlRecords)(path, kind, name=name)
 

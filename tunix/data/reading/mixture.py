@@ -46,10 +46,10 @@ class Mixture(Records):
     """
     if not parts:
       raise ValueError("parts is empty; give a mixture at least one part")
-    known = [part.kind for part in parts if isinstance(part, Records)]
-    if kind is None and not known:
+    kinds = [part.kind for part in parts if isinstance(part, Records)]
+    if kind is None and not kinds:
       raise ValueError("kind is None and no part has one; give tunix.data.records.SFT")
-    self.kind = known[0] if kind is None else kind
+    self.kind = kinds[0] if kind is None else kind
     self.parts = tuple(
       part
       if isinstance(part, Records)

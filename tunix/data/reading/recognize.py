@@ -50,12 +50,12 @@ def recognize(record: Any, where: str) -> Recognized:
     # An Alpaca instruction is only another way to give the prompt of a pair or of a
     # labeled completion, so it does not determine these kinds.
     if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
-      known = {*needed, *(form.needs if form and needed else ())}
+      columns = {*needed, *(form.needs if form and needed else ())}
     else:
-      known = form.needs if form else {*needed}
-    if not known:
+      columns = form.needs if form else {*needed}
+    if not columns:
       continue
-    keys = tuple(key for key in record if key in known)
+    keys = tuple(key for key in record if key in columns)
     return Recognized(kind, keys, form.name if form else None)
   raise ValueError(f"{where}: found {fields.describe(record)}, {_expected()}")
 

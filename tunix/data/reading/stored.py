@@ -296,7 +296,7 @@ def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
   return where(index) if where is not None else f"record {index}"
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: object, where: str) -> Any:
   """Converts a value to JSON types: bytes to UTF-8 text, NumPy arrays to lists."""
   if isinstance(value, bytes):
     try:
@@ -312,7 +312,7 @@ def _plain(value: Any, where: str) -> Any:
   return value
 
 
-def _without_filler(value: Any, feature: Any) -> Any:
+def _without_filler(value: object, feature: Any) -> Any:
   """Drops the nulls that a columnar format added.
 
   Such formats give every object of a column the keys of all its objects: a message
@@ -337,7 +337,7 @@ def _without_filler(value: Any, feature: Any) -> Any:
   }
 
 
-def _without_nulls(value: Any, key: str) -> Any:
+def _without_nulls(value: object, key: str) -> Any:
   """Drops the nulls that no rendering shows: all but those in arguments and schemas."""
   if isinstance(value, list):
     return [_without_nulls(part, key) for part in value]

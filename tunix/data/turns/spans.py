@@ -351,9 +351,9 @@ def _prompt_end(
     return _payload_start(messages, turn, full, render, content)
   if full.startswith(prompt) and len(prompt) <= content.stop:
     return len(prompt)
-  found = _predicted_starts(messages, [turn], {turn: content}, full, render)
-  if turn in found:
-    return found[turn]
+  starts = _predicted_starts(messages, [turn], {turn: content}, full, render)
+  if turn in starts:
+    return starts[turn]
   return _payload_start(messages, turn, full, render, content)
 
 

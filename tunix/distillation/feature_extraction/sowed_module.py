@@ -146,7 +146,7 @@ def _unrolled(model: nnx.Module) -> Any:
   return out
 
 
-def _check_runs_alone(model: Any) -> None:
+def _check_runs_alone(model: nnx.Module) -> None:
   if not isinstance(model, Transformer):
     return
   stacked = model.is_stacked
@@ -159,7 +159,9 @@ def _check_runs_alone(model: Any) -> None:
     )
 
 
-def _replace(model: Any, path: tuple[Any, ...], make: Callable[[Any], Any]) -> None:
+def _replace(
+  model: nnx.Module, path: tuple[Any, ...], make: Callable[[Any], Any]
+) -> None:
   parent = model
   for key in path[:-1]:
     parent = _child(parent, key)

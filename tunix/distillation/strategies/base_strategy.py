@@ -202,5 +202,5 @@ def _fits(method: Any, count: int) -> bool:
   return True
 
 
-def _logits(model: Any, **inputs: Any) -> jax.Array:
+def _logits(model: nnx.Module, **inputs: Any) -> jax.Array:
   return outputs.logits(model, inputs)

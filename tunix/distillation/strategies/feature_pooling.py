@@ -125,7 +125,9 @@ class FeatureStrategy(BaseStrategy):
     """Returns the number of labeled positions."""
     return jnp.sum(outputs.label_weights(labels))
 
-  def _forward(self, forward_fn: Forward | None, model: Any, inputs: Inputs) -> Any:
+  def _forward(
+    self, forward_fn: Forward | None, model: nnx.Module, inputs: Inputs
+  ) -> Any:
     if forward_fn is not None:
       return outputs.call(forward_fn, model, inputs=inputs)
     # A user's labels may be probabilities of the whole vocabulary, which need logits.

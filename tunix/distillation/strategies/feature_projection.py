@@ -88,7 +88,7 @@ class FeatureProjectionStrategy(FeatureStrategy):
     out = super().get_student_outputs(student_model.model, inputs)
     return {**out, "features": student_model.project(out["features"])}
 
-  def _dummy(self, forward_fn: Forward | None, model: Any) -> Any:
+  def _dummy(self, forward_fn: Forward | None, model: nnx.Module) -> Any:
     dummy = self.dummy_input
     if dummy is None:
       dummy = {"input_tokens": jnp.zeros((1, 2), jnp.int32)}

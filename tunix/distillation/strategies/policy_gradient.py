@@ -88,6 +88,6 @@ class PolicyGradientStrategy(BaseStrategy):
     """Returns the number of labeled tokens."""
     return jnp.sum(labels.weights)
 
-  def _logps(self, model: Any, inputs: Inputs) -> jax.Array:
+  def _logps(self, model: nnx.Module, inputs: Inputs) -> jax.Array:
     targets = self.get_labels(inputs).targets
     return outputs.token_logps(model, inputs, targets, self.temperature)

@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.utils import checks
@@ -168,7 +167,7 @@ def steps(folder: pathlib.Path, args: argparse.Namespace) -> list[list[str]]:
   return [*commands, ["report", *runs, f"--output={folder / 'report.html'}"]]
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
   # JSON is YAML too, whatever characters a reward function has.
   return str(value) if isinstance(value, str | pathlib.Path) else json.dumps(value)
 

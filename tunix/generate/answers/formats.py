@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools: one record for each.
+"""The forms of tool calls in all families (Qwen, Llama, Gemma, ...): one record each.
 
 A new form is a record of `FORMATS` and its reader. The server, episodes, the settings
 and the command read this table alone.
@@ -120,8 +120,8 @@ def format_of(template: Any) -> str:
     template: jinja source, or sources by name, or None.
   """
   source = template if isinstance(template, str) else "".join((template or {}).values())
-  shows = lambda form: any(mark in source for mark in form.template_marks)
-  return next((form.name for form in _TABLE if shows(form)), "none")
+  names = (x.name for x in _TABLE if any(mark in source for mark in x.template_marks))
+  return next(names, "none")
 
 
 def format_for(template: Any, tools: Tools, name: str = "auto") -> ToolFormat:

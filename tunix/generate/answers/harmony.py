@@ -1,4 +1,4 @@
-"""Reader of gpt-oss's answers (the "harmony" format): channels and calls of tools.
+"""Tool calls and channels of gpt-oss (the "harmony" format).
 
 An answer is a sequence of messages:
 

@@ -1,4 +1,4 @@
-"""JSON in a model's text: values, calls of tools, and arguments of calls.
+"""JSON in tool calls of Qwen (Hermes), Llama 3, Mistral, gpt-oss and other families.
 
 Models write raw line breaks inside texts, and go on after a value. NaN and numbers
 beyond the range of a double are no JSON.
@@ -105,7 +105,7 @@ def json_calls(text: str) -> tuple[Calls, str] | None:
     return None
 
 
-def _named(value: Any) -> tuple[str, Mapping[str, Any]]:
+def _named(value: object) -> tuple[str, Mapping[str, Any]]:
   if not isinstance(value, dict) or not isinstance(value.get("name"), str):
     raise ValueError("expected an object with the name of a tool")
   arguments = object_of(value.get("arguments", value.get("parameters")))
@@ -123,7 +123,7 @@ def json_object(text: str) -> dict[str, Any] | None:
   return value if isinstance(value, dict) and not rest.strip() else None
 
 
-def object_of(arguments: Any) -> Mapping[str, Any] | None:
+def object_of(arguments: object) -> Mapping[str, Any] | None:
   """Returns the arguments of a call as an object; None if they are not one.
 
   Blank text and null stand for no arguments.
@@ -136,7 +136,7 @@ def object_of(arguments: Any) -> Mapping[str, Any] | None:
 
 
 def tool_call(
-  name: str, arguments: Any, new_id: Callable[[], str] = new_call_id
+  name: str, arguments: object, new_id: Callable[[], str] = new_call_id
 ) -> ToolCall | None:
   """Returns a call; None if JSON cannot express its arguments.
 

@@ -1,6 +1,8 @@
-"""Tool calls between marks: Hermes, Mistral, Granite 3, Phi 4 mini, OLMo 3 and SmolLM3.
+"""Tool calls of Qwen 2.5/3 (Hermes), Mistral, Granite 3, Phi 4 mini, OLMo 3, SmolLM3.
 
-    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call> hermes
+Calls stand between marks:
+
+    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call> hermes, Qwen 2.5 and 3
     [TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]          mistral
     <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
     functools[{"name": "add", "arguments": {"a": 3}}]             phi4_mini

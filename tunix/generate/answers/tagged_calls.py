@@ -1,4 +1,6 @@
-"""Tool calls whose parts stand between tags: Qwen3-Coder, GLM-4.5 and DeepSeek-V3.
+"""Tool calls of Qwen3-Coder, Qwen3.5, Nemotron 3, GLM-4.5, GLM-4.7 and DeepSeek-V3.
+
+The parts of a call stand between tags:
 
     <tool_call>                                               qwen3_coder, also Qwen3.5
     <function=add>                                            and Nemotron 3
@@ -144,17 +146,19 @@ def _call(
   return name, {key: _value(text, own.get(key), schema) for key, text in texts}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
   """Returns an object of a foreign schema; an empty one for anything else."""
   return value if isinstance(value, Mapping) else {}
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
   """Returns a list of a foreign schema; an empty one for anything else."""
   return value if isinstance(value, list) else []
 
 
-def _joined(schema: Any, root: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+def _joined(
+  schema: object, root: Any, followed: set[str]
+) -> Iterator[Mapping[str, Any]]:
   """Yields a schema and the schemas that it includes by `allOf` and local `$ref`.
 
   Args:
@@ -176,7 +180,7 @@ def _joined(schema: Any, root: Any, followed: set[str]) -> Iterator[Mapping[str,
       todo.append(target)
 
 
-def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> set[str]:
+def _types(schema: object, root: Any, followed: set[str], depth: int = 0) -> set[str]:
   """Returns the names of types that a JSON schema allows; none if it names none.
 
   See `_joined` for the arguments; `depth` is the number of alternatives around the
@@ -200,12 +204,12 @@ def _constants(schema: Mapping[str, Any]) -> list[Any]:
   ]
 
 
-def _type(value: Any) -> str:
+def _type(value: object) -> str:
   """Returns `string`, `null`, or `other` for a value of JSON."""
   return "null" if value is None else "string" if isinstance(value, str) else "other"
 
 
-def _value(text: str, schema: Any, root: Any) -> Any:
+def _value(text: str, schema: object, root: Any) -> Any:
   """Returns the value of an argument, which is its text if nothing else fits.
 
   If the schema allows a text, the text is taken as it is, except for null and for the

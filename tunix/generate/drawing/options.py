@@ -142,7 +142,7 @@ class SamplingOptions(SamplingParams):
     return np.broadcast_to(steps, (prompts,))
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def _is_default(value: object, default: object) -> bool:
   """Returns True for the default, None and empty sequences."""
   if value is None:
     return True

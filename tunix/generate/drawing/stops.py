@@ -38,8 +38,8 @@ class StopStrings(Sequence[str]):
 
   def place(self, text: str) -> int | None:
     """Returns the index at which the first stop string in a text begins, or None."""
-    found = self._expression.search(text) if self._texts else None
-    return None if found is None else found.start()
+    match = self._expression.search(text) if self._texts else None
+    return None if match is None else match.start()
 
   def held(self, text: str) -> int:
     """Returns the length of the end of a text that may begin a stop string."""

@@ -2,8 +2,8 @@
 
 A fixed number of completions run at the same time, each in a slot. One `step` is a
 launch: a few rounds on the device (device/launch.py). Before the launch, the scheduler
-fills free slots and pages (host/scheduler.py); after it, the host hands out the drawn
-tokens. The engine runs the weights and the decoder of the trainer.
+fills free slots and pages (scheduling/scheduler.py); after it, the host hands out the
+drawn tokens. The engine runs the weights and the decoder of the trainer.
 
 The tokens of a completion depend on its request only: not on other requests, slots,
 the order of arrival, the size of a launch, preemption, shared pages or drafts. Their
@@ -22,11 +22,6 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.cache import slot_state
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups, pages as pages_lib
-from tunix.generate.engine.host.draft_policy import DraftPolicy
-from tunix.generate.engine.host.open_requests import OpenRequests
-from tunix.generate.engine.host.scheduler import Scheduler
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.run import (
   arrival,
@@ -37,6 +32,11 @@ from tunix.generate.engine.run import (
 )
 from tunix.generate.engine.run.device import Device
 from tunix.generate.engine.run.launches import Launches
+from tunix.generate.engine.scheduling import layer_groups, pages as pages_lib
+from tunix.generate.engine.scheduling.draft_policy import DraftPolicy
+from tunix.generate.engine.scheduling.open_requests import OpenRequests
+from tunix.generate.engine.scheduling.scheduler import Scheduler
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.engine.stats import EngineStats
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.generate.tokens import Completion
@@ -179,8 +179,8 @@ class Engine:
     afterwards, because each call of a plan makes an engine of the size it needs.
     """
     if programs.is_recording():
-      first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
-      sequences = list(map(first, requests))
+      tickets = [Ticket("a plan", request) for request in requests]
+      sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return list(map(recorded.completions, sequences))

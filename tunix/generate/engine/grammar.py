@@ -70,8 +70,8 @@ class Grammars:
         f"eos_ids is {self.eos_ids}; expected at least one id, each from 0 to "
         f"{vocab_size - 1}. Name the tokens that end a completion"
       )
-    known = token_bytes(tokenizer)[:vocab_size]
-    tokens = [data or b"" for data in known] + [b""] * (vocab_size - len(known))
+    by_id = token_bytes(tokenizer)[:vocab_size]
+    tokens = [data or b"" for data in by_id] + [b""] * (vocab_size - len(by_id))
     for number in self.eos_ids:
       tokens[number] = b""
     self._ends = _mask_of(self.eos_ids, vocab_size)
@@ -179,7 +179,7 @@ class Grammars:
     source = "|".join(_OTHER.sub(_escape, text) for text in choices)
     return self._compile(f"/{source}/", "choice", choices)
 
-  def _compile(self, source: str, kind: str, value: Any) -> Grammar:
+  def _compile(self, source: str, kind: str, value: object) -> Grammar:
     limits = self._library.LLParserLimits(verbose_errors=False)
     matcher = self._library.LLMatcher(
       self._tokenizer, f"{_OPTIONS}start: {source}", log_level=0, limits=limits
@@ -195,7 +195,7 @@ class Grammars:
     return Grammar(matcher, _words(first, len(self._ends)))
 
 
-def _with_patterns(schema: Any) -> Iterator[Mapping[str, Any]]:
+def _with_patterns(schema: object) -> Iterator[Mapping[str, Any]]:
   """Yields the objects of a schema that have no keys but those of two tables."""
   todo = [schema]
   while todo:
@@ -271,7 +271,7 @@ class _Vocabulary:
     self.tokens = tokens
     self.eos_token_id = eos_token_id
 
-  def __call__(self, text: Any) -> list[int]:
+  def __call__(self, text: object) -> list[int]:
     raise NotImplementedError("with no_forcing no grammar encodes text")
 
 
@@ -289,7 +289,7 @@ def _mask_of(ids: Sequence[int], vocab_size: int) -> np.ndarray:
   return _words(np.packbits(bits, bitorder="little").tobytes(), count)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
   """Returns True for a string that UTF-8 can encode."""
   return isinstance(value, str) and not _SURROGATE.search(value)
 
@@ -320,7 +320,7 @@ def _cause(matcher: Any) -> str:
   return _shorten(_PLACE.sub("", text).rstrip("."))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
   return _shorten(repr(value))
 
 

@@ -27,7 +27,7 @@ class PlacedEngine(Engine):
 
   def __init__(
     self,
-    model: Any,
+    model: nnx.Module,
     tokenizer: Any,
     config: EngineConfig,
     mesh: Mesh,
@@ -52,7 +52,7 @@ class PlacedEngine(Engine):
     super().update_weights(model, version, mode)
 
 
-def placed(model: Any, mesh: Mesh) -> Any:
+def placed(model: nnx.Module, mesh: Mesh) -> Any:
   """Returns the model with its weights on a mesh, laid out as they declare.
 
   Modules that an engine cannot run are returned unchanged: the engine refuses them.

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from tunix.generate.engine import adapter_sources, prefix_index
+from tunix.generate.engine import adapter_sources, prefix_routing
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver, PauseMode
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.placed import PlacedEngine
-from tunix.generate.engine.prefix_index import PrefixIndex
+from tunix.generate.engine.prefix_routing import PrefixIndex
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.stats import EngineStats
 from tunix.utils import mesh as mesh_lib
@@ -98,8 +98,8 @@ class Replicas:
       meshes: the meshes, see `groups`.
       draft_model: see `Engine`; on any devices.
     """
-    make = lambda mesh: PlacedEngine(model, tokenizer, config, mesh, draft_model)
-    return cls([Driver(make(mesh), mesh=mesh) for mesh in meshes])
+    engines = [PlacedEngine(model, tokenizer, config, x, draft_model) for x in meshes]
+    return cls([Driver(engine, mesh=mesh) for engine, mesh in zip(engines, meshes)])
 
   @property
   def alive(self) -> bool:
@@ -306,7 +306,7 @@ class Router:
 
   def _choose(
     self, request: EngineRequest, refused: set[int]
-  ) -> tuple[int, list[prefix_index.Digest]]:
+  ) -> tuple[int, list[prefix_routing.Digest]]:
     """Returns a replica, and the digests of the request's prompt."""
     able = [m for m in self._serving() if m not in refused and self._drivers[m].alive]
     if not able:
@@ -321,9 +321,9 @@ class Router:
     digests = self._digests(request)
     with self._lock:
       lengths = self._index.lengths(digests, able)
-    return prefix_index.choose(lengths, loads, most), digests
+    return prefix_routing.choose(lengths, loads, most), digests
 
-  def _digests(self, request: EngineRequest) -> list[prefix_index.Digest]:
+  def _digests(self, request: EngineRequest) -> list[prefix_routing.Digest]:
     """Returns the digests of the pages that a replica can share."""
     if request.prompt_logprobs or not self.config.prefix_cache:
       return []  # all of the prompt is prefilled anywhere
@@ -332,7 +332,7 @@ class Router:
     width = size * request.prompt.itemsize
     blocks = (data[n * width : (n + 1) * width] for n in range(count))
     root = repr((self.version, request.adapter)).encode()
-    return prefix_index.chained(root, blocks)
+    return prefix_routing.chained(root, blocks)
 
   def _serving(self) -> list[int]:
     """Returns the replicas of the state that most of those that run have.

@@ -55,13 +55,13 @@ def token_bytes(tokenizer: TokenizerAdapter) -> list[bytes | None]:
     ValueError: the bytes, joined, differ from what the tokenizer decodes. This is so
       for decoders that change a token's text according to its neighbors.
   """
-  found: list[bytes | None] = [None] * tokenizer.vocab_size
+  by_id: list[bytes | None] = [None] * tokenizer.vocab_size
   special = tokenizer.special_ids()
   for number, data in _plain_tokens(tokenizer):
-    if 0 <= number < len(found) and number not in special:
-      found[number] = data or None
-  _check(tokenizer, found)
-  return found
+    if 0 <= number < len(by_id) and number not in special:
+      by_id[number] = data or None
+  _check(tokenizer, by_id)
+  return by_id
 
 
 def _plain_tokens(
@@ -181,15 +181,15 @@ def _by_decoding(tokenizer: TokenizerAdapter) -> dict[int, bytes]:
   # Decoders drop a space at the start of a text. Behind an anchor the space stays.
   anchor = tokenizer.encode("a")
   start = tokenizer.decode(anchor, skip_special_tokens=False)
-  found: dict[int, bytes] = {}
+  by_id: dict[int, bytes] = {}
   unknown: set[int] = set()
   for number in range(tokenizer.vocab_size):
     text = tokenizer.decode([*anchor, number], skip_special_tokens=False)
     if text.startswith(start) and text != start and _UNKNOWN not in text:
-      found[number] = text[len(start) :].encode()
+      by_id[number] = text[len(start) :].encode()
     else:
       unknown.add(number)
-  return found | _lone_bytes(tokenizer, unknown)
+  return by_id | _lone_bytes(tokenizer, unknown)
 
 
 def _lone_bytes(tokenizer: TokenizerAdapter, unknown: set[int]) -> dict[int, bytes]:
@@ -198,24 +198,24 @@ def _lone_bytes(tokenizer: TokenizerAdapter, unknown: set[int]) -> dict[int, byt
   If a character of n bytes is encoded as n ids without text of their own, and they
   decode to the character, then each id holds one byte.
   """
-  found: dict[int, bytes] = {}
+  by_id: dict[int, bytes] = {}
   for char in _BEYOND_ASCII if unknown else "":
     ids, data = tokenizer.encode_continuation(char), char.encode()
     is_split = len(ids) == len(data) and unknown.issuperset(ids)
     if is_split and tokenizer.decode(ids, skip_special_tokens=False) == char:
-      found.update({i: bytes([byte]) for i, byte in zip(ids, data)})
-  return found
+      by_id.update({i: bytes([byte]) for i, byte in zip(ids, data)})
+  return by_id
 
 
-def _check(tokenizer: TokenizerAdapter, found: list[bytes | None]) -> None:
+def _check(tokenizer: TokenizerAdapter, by_id: list[bytes | None]) -> None:
   """Compares the joined bytes of a sample with the tokenizer's own text.
 
   Raises:
     ValueError: the two differ.
   """
-  known = [i for i in tokenizer.encode(_SAMPLE) if found[i] is not None]
-  joined = b"".join(found[i] or b"" for i in known).decode("utf-8", errors="replace")
-  text = tokenizer.decode(known)
+  ids = [i for i in tokenizer.encode(_SAMPLE) if by_id[i] is not None]
+  joined = b"".join(by_id[i] or b"" for i in ids).decode("utf-8", errors="replace")
+  text = tokenizer.decode(ids)
   # SentencePiece puts a space before the text and drops it again.
   if joined.removeprefix(" ") != text.removeprefix(" "):
     raise ValueError(

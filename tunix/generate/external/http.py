@@ -65,7 +65,7 @@ class Client:
     self._timeout_s = timeout_s
     self._headers = dict(headers or {})
 
-  def ask(self, method: str, path: str, body: Any = None) -> Any:
+  def ask(self, method: str, path: str, body: object = None) -> Any:
     """Sends one request and returns the parsed JSON; None for an empty answer.
 
     Raises:
@@ -76,11 +76,11 @@ class Client:
     data = None if body is None else json.dumps(body).encode()
     return self._parsed(path, *self._exchange(method, path, data, _JSON))
 
-  def send(self, path: str, data: Any) -> Any:
+  def send(self, path: str, data: object) -> Any:
     """POSTs bytes (an object with a buffer) and returns the parsed JSON; see `ask`."""
     return self._parsed(path, *self._exchange("POST", path, data, _BYTES))
 
-  def events(self, path: str, body: Any) -> Iterator[Any]:
+  def events(self, path: str, body: object) -> Iterator[Any]:
     """POSTs a body and yields the server-sent events of the answer, parsed from JSON.
 
     The time limit applies to each read. Closing the iterator closes the connection.
@@ -135,7 +135,7 @@ class Client:
     return answer
 
   def _exchange(
-    self, method: str, path: str, data: Any, kind: str
+    self, method: str, path: str, data: object, kind: str
   ) -> tuple[int, bytes]:
     deadline = time.monotonic() + self._timeout_s
     with self._opened(method, path, data, kind) as response:
@@ -175,12 +175,12 @@ class Client:
       connection.close()
 
 
-def _code(answer: Any) -> str | None:
+def _code(answer: object) -> str | None:
   error = answer.get("error") if isinstance(answer, dict) else None
   return error.get("code") if isinstance(error, dict) else None
 
 
-def _message(answer: Any) -> str:
+def _message(answer: object) -> str:
   """Returns the message of an error answer, in the form of vLLM or FastAPI."""
   if isinstance(answer, dict):
     error = answer.get("error", answer.get("detail", answer))

@@ -117,15 +117,15 @@ def sampler_output(
 
 
 def _logprobs(
-  given: np.ndarray | None, options: SamplingOptions, kind: LogprobKind
+  values: np.ndarray | None, options: SamplingOptions, kind: LogprobKind
 ) -> dict[str, Any]:
   """Returns the log-probs of both kinds, as far as they are known."""
-  if given is None or not options.return_logprobs:
+  if values is None or not options.return_logprobs:
     return {"logps": None}
   # At temperature 0 no token is sampled, and SamplerOutput defines these as 0.
   if options.temperature == 0:
-    return {"sampling_logps": np.zeros_like(given)}
+    return {"sampling_logps": np.zeros_like(values)}
   # At temperature 1 without filters both kinds have the same distribution.
   if options.temperature == 1 and not options.filters:
-    return {"sampling_logps": given}
-  return {} if kind == "raw" else {"logps": None, "sampling_logps": given}
+    return {"sampling_logps": values}
+  return {} if kind == "raw" else {"logps": None, "sampling_logps": values}

@@ -118,7 +118,7 @@ class RowReader:
   def _columns(self, row: int, start: int, end: int | None) -> dict[str, Any]:
     """Returns the columns of `Tokens` of a part of a row, without `routes`."""
     out = self._generated()
-    given = {
+    columns = {
       "ids": out.tokens,
       "logps": out.logps,
       "sampling_logps": out.sampling_logps,
@@ -126,7 +126,7 @@ class RowReader:
     }
     # Copies: a view would keep the buffers of all rows alive.
     new = lambda x: self._cut(x, row)[start:end].copy()
-    return {name: new(x) for name, x in given.items() if x is not None}
+    return {name: new(x) for name, x in columns.items() if x is not None}
 
   def _routes(self, row: int, tokens: int) -> np.ndarray | None:
     """Returns the experts of a row and its prompt of some tokens, see `Tokens`."""

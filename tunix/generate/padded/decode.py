@@ -145,7 +145,7 @@ class Opened(NamedTuple):
 
 
 def opened(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   layout: Layout | None = None,
   *,
@@ -215,7 +215,7 @@ def _laid_out(state, layout):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def start(
-  graph: Any, state: Any, prompts: Prompts, rules: Rules, plan: Plan
+  graph: nnx.GraphDef[Any], state: Any, prompts: Prompts, rules: Rules, plan: Plan
 ) -> tuple[Generated, Any]:
   """Runs every prompt once and chooses the first token of every row.
 
@@ -246,7 +246,12 @@ def start(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def advance(
-  graph: Any, state: Any, rules: Rules, out: Generated, memory: Any, until: Leaf
+  graph: nnx.GraphDef[Any],
+  state: Any,
+  rules: Rules,
+  out: Generated,
+  memory: Any,
+  until: Leaf,
 ) -> tuple[Generated, Any]:
   """Decodes until every row is done or `until` columns are written.
 
@@ -289,7 +294,7 @@ def advance(
 
 
 def prefilled(
-  model: Any, prompts: Prompts, plan: Plan
+  model: nnx.Module, prompts: Prompts, plan: Plan
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs every prompt once and expands the result to all rows.
 
@@ -346,15 +351,15 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
     at = (0, out.steps) + (0,) * (buffer.ndim - 2)
     return jax.lax.dynamic_update_slice(buffer, column[:, None], at)
 
-  logps, sampled, kept = out.logps, out.sampling_logps, out.logits
+  logps, sampled, all_logits = out.logps, out.sampling_logps, out.logits
   if logps is not None:
     logps = write(logps, sampling.token_logps(logits, tokens))
   # A greedy choice samples from no distribution, so its sampling log-probabilities keep
   # their initial value 0.
   if sampled is not None and drawn_from is not None:
     sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
-  if kept is not None:
-    kept = write(kept, logits)
+  if all_logits is not None:
+    all_logits = write(all_logits, logits)
   # The length grows if the row was not done before this step, so the end-of-sequence
   # token is counted.
   lengths = out.lengths + ~out.done
@@ -368,5 +373,5 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
     steps=out.steps + 1,
     logps=logps,
     sampling_logps=sampled,
-    logits=kept,
+    logits=all_logits,
   )

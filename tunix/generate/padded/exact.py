@@ -100,7 +100,9 @@ def logps(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _scored(graph: Any, state: Any, arrays: Any, temperature: float) -> jax.Array:
+def _scored(
+  graph: nnx.GraphDef[Any], state: Any, arrays: Any, temperature: float
+) -> jax.Array:
   model = nnx.merge(graph, state)
   model.eval()
   scores = scoring.score_completions(

@@ -299,8 +299,8 @@ def check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
   size = batching.NO_TOKEN if vocab_size is None else vocab_size
   wrong = ids[(ids < 0) | (ids >= size)]
   if wrong.size:
-    known = "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+    allowed = "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"
     raise ValueError(
-      f"{subject} has token id {wrong[0]}; expected ids of the model, {known}. Check "
+      f"{subject} has token id {wrong[0]}; expected ids of the model, {allowed}. Check "
       "that the tokenizer belongs to this model"
     )

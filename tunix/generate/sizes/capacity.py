@@ -25,11 +25,11 @@ def memory_bytes() -> int:
   stats = jax.local_devices()[0].memory_stats() or {}
   if limit := stats.get("bytes_limit"):
     return limit * jax.device_count()
-  known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   for file in map(pathlib.Path, _CONTAINER):
     if file.is_file() and (text := file.read_text().strip()).isdigit():
-      known.append(int(text))
-  return min(known) * jax.process_count()
+      limits.append(int(text))
+  return min(limits) * jax.process_count()
 
 
 def require(

@@ -349,8 +349,8 @@ class ObjectBackend(Backend):
     return None
 
   def special_tokens(self) -> dict[str, int]:
-    known = self.roles().values()
-    return {t.text: t.id for t in known if t.text and t.id is not None}
+    tokens = self.roles().values()
+    return {t.text: t.id for t in tokens if t.text and t.id is not None}
 
   def vocab_size(self) -> int:
     size: Any = _value(getattr(self.raw, "vocab_size", None))
@@ -362,13 +362,13 @@ def _value(member: Any) -> Any:
   return member() if callable(member) else member
 
 
-def _by_convention(known: Mapping[str, int]) -> dict[str, Token]:
+def _by_convention(ids: Mapping[str, int]) -> dict[str, Token]:
   """Returns the roles of the special tokens that have a usual name."""
   usual = {
-    role: next((name for name in candidates if name in known), None)
+    role: next((name for name in candidates if name in ids), None)
     for role, candidates in _CONVENTION.items()
   }
-  return {role: Token(known[text], text) for role, text in usual.items() if text}
+  return {role: Token(ids[text], text) for role, text in usual.items() if text}
 
 
 def _accepts(function: Any, argument: str) -> bool:

@@ -227,8 +227,8 @@ def _place(error: Exception) -> str:
 def _clean(message: Message) -> dict[str, Any]:
   """Drops keys with the value None, and stores reasoning under both common names."""
   # Some templates print the calls of a turn only if its content is none.
-  kept = ("content",) if message.get("tool_calls") else ()
-  cleaned = {k: v for k, v in message.items() if v is not None or k in kept}
+  needed = ("content",) if message.get("tool_calls") else ()
+  cleaned = {k: v for k, v in message.items() if v is not None or k in needed}
   for key in _REASONING_KEYS:
     if key in cleaned:
       return {"thinking": cleaned[key], **cleaned, "reasoning_content": cleaned[key]}
@@ -253,14 +253,14 @@ def _bounded_filter(name: str, function: Any) -> Any:
   @functools.wraps(function)  # keeps jinja's mark of filters that take the context
   def call(*args: Any, **kwargs: Any) -> Any:
     skipped = int(hasattr(function, "jinja_pass_arg"))
-    given = args[skipped:]
-    if name == "join" and given:
-      given = (list(given[0]), *given[1:])
-      args = (*args[:skipped], *given)
-    for arg in given:
+    values = args[skipped:]
+    if name == "join" and values:
+      values = (list(values[0]), *values[1:])
+      args = (*args[:skipped], *values)
+    for arg in values:
       limits.spend_read(arg)
-    if given:
-      limits.check_call(name, (*given, *kwargs.values()))
+    if values:
+      limits.check_call(name, (*values, *kwargs.values()))
     return limits.spend(function(*args, **kwargs))
 
   return call
@@ -411,7 +411,7 @@ def _environment() -> Any:
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
-  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+  def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     # jinja2's own filter escapes <, >, & and ', which tool schemas may hold.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 

@@ -195,7 +195,9 @@ def _read_template(path: pathlib.Path) -> str:
   return text_files.read(path).replace("\r\n", "\n")
 
 
-def _expect(file: pathlib.Path, name: str, value: Any, kind: type, words: str) -> Any:
+def _expect(
+  file: pathlib.Path, name: str, value: object, kind: type, words: str
+) -> Any:
   """Returns `value` if it is a `kind`; true and false are no whole numbers.
 
   Raises:
@@ -206,7 +208,9 @@ def _expect(file: pathlib.Path, name: str, value: Any, kind: type, words: str) -
   return value
 
 
-def _misshapen(file: pathlib.Path, name: str, value: Any, expected: str) -> ValueError:
+def _misshapen(
+  file: pathlib.Path, name: str, value: object, expected: str
+) -> ValueError:
   shown = repr(value)
   shown = shown if len(shown) <= 60 else shown[:57] + "..."
   return ValueError(
@@ -215,7 +219,7 @@ def _misshapen(file: pathlib.Path, name: str, value: Any, expected: str) -> Valu
   )
 
 
-def _token_text(value: Any) -> str | None:
+def _token_text(value: object) -> str | None:
   """Returns the text of a special token, stored as a string or as a description."""
   if isinstance(value, dict):
     value = value.get("content")

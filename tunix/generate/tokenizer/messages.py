@@ -54,7 +54,7 @@ def plain(message: Message) -> dict[str, Any]:
   return message
 
 
-def is_parts_of_text(content: Any) -> bool:
+def is_parts_of_text(content: object) -> bool:
   """Returns True for a list of {"type": "text", "text": ...}."""
   return isinstance(content, list) and all(
     isinstance(part, Mapping) and part.get("type") == "text" for part in content
@@ -90,12 +90,12 @@ def _shows_call(template: str, form: CallForm) -> bool:
   function = {"name": _TOOL["name"], "arguments": _ARGUMENTS}
   # Templates of Mistral refuse an id that has not nine letters and digits.
   call = {"id": "call00000", "type": "function", "function": function}
-  asked = {"role": "user", "content": "a"}
+  question = {"role": "user", "content": "a"}
   answer = {"role": "assistant", "tool_calls": [call]}
   try:
     text = chat_template.render(
       template,
-      for_template([asked, answer], form),
+      for_template([question, answer], form),
       tools=[{"type": "function", "function": _TOOL}],
       bos_token="",
       eos_token="",
@@ -132,14 +132,14 @@ def _formed_call(call: Any, form: CallForm, where: str) -> Any:
   if isinstance(function := call.get("function"), Mapping):
     formed = _formed_call(function, form, f"{where}.function")
     return {**call, "function": formed}
-  given = call.get("arguments")
-  arguments = object_of(given)
-  if form.as_text and isinstance(given, str) and arguments != {}:
-    arguments = given
+  value = call.get("arguments")
+  arguments = object_of(value)
+  if form.as_text and isinstance(value, str) and arguments != {}:
+    arguments = value
   elif form.as_text and arguments is not None:
     arguments = json.dumps(arguments, ensure_ascii=False)
   if arguments is None:
     raise ValueError(
-      f"{where}.arguments is {given!r:.60}, expected a JSON object. Correct the call"
+      f"{where}.arguments is {value!r:.60}, expected a JSON object. Correct the call"
     )
   return {**call, "arguments": arguments}

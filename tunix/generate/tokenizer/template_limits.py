@@ -46,7 +46,7 @@ class _Budget(threading.local):
 BUDGET = _Budget()
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
   """Returns the steps that a value counts: its items, and its text / 256.
 
   Items within items count, too: a list that holds the same list twice, forty times
@@ -66,7 +66,7 @@ def _size(value: Any) -> int:
   return total
 
 
-def spend(value: Any) -> Any:
+def spend(value: object) -> Any:
   """Takes the steps of a value and returns it; of a container only its own items."""
   if isinstance(value, str | bytes):
     # Short texts are free, for speed: every round of a loop takes a step anyway.
@@ -79,7 +79,7 @@ def spend(value: Any) -> Any:
   return value
 
 
-def spend_read(value: Any) -> Any:
+def spend_read(value: object) -> Any:
   """Takes the steps of reading a value, and of texts directly in it, and returns it.
 
   Comparing two long texts, or searching one, takes time without building anything.
@@ -92,7 +92,7 @@ def spend_read(value: Any) -> Any:
   return spend(value)
 
 
-def spend_all(value: Any) -> Any:
+def spend_all(value: object) -> Any:
   """Takes the steps of a value and of everything in it, and returns it."""
   BUDGET.take(_size(value))
   return value
@@ -106,7 +106,7 @@ def _check_length(length: int) -> None:
     )
 
 
-def check_operation(operator: str, left: Any, right: Any) -> None:
+def check_operation(operator: str, left: object, right: object) -> None:
   """Refuses a power, a product or a formatted text that is too long."""
   if operator == "%" and isinstance(left, str | bytes):
     check_call("format", (left, right))

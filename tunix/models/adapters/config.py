@@ -208,9 +208,9 @@ def require_targeted(peft: Mapping[str, Any], name: str) -> None:
 
 def _layer_of(peft: Mapping[str, Any], name: str) -> int | None:
   """Returns the number of a module's layer: the first one after a layers' pattern."""
-  given = peft.get("layers_pattern") or r"[^.]*"
+  forms = peft.get("layers_pattern") or r"[^.]*"
   parts = name.split(".")
-  for pattern in [given] if isinstance(given, str) else given:
+  for pattern in [forms] if isinstance(forms, str) else forms:
     for i in range(1, len(parts) - 1):
       before = ".".join(parts[:i])
       if parts[i].isdecimal() and _selects(

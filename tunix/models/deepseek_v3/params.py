@@ -1,4 +1,7 @@
-"""DeepSeek-V3 checkpoints: `config.json`, tensor names and the family."""
+"""DeepSeek-V3 checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.hf.mla.NAMES`.
+"""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def join(
     return out
   counts: dict[str, int] = {}
   for key in tensors:
-    if found := _SINGLE.fullmatch(key):
-      counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    if match := _SINGLE.fullmatch(key):
+      counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
   for holder, count in counts.items():
     for fused, parts in _PARTS.items():
       keys = [[f"{holder}.{e}.{x}.weight" for x in parts] for e in range(count)]

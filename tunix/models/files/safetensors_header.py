@@ -7,7 +7,6 @@ Therefore no two names share bytes, and every byte belongs to a tensor.
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 from tunix.models.files.stored_tensor import (
   DTYPES,
@@ -52,7 +51,7 @@ def parse(
   return tensors
 
 
-def _tensor(file: pathlib.Path, name: str, entry: Any, start: int) -> StoredTensor:
+def _tensor(file: pathlib.Path, name: str, entry: object, start: int) -> StoredTensor:
   if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(
     entry
   ):

@@ -127,7 +127,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   return values
 
 
-def brief(value: Any, most: int = _MAX_REASON) -> str:
+def brief(value: object, most: int = _MAX_REASON) -> str:
   """Returns a value of a foreign file for a message, escaped and cut to one line.
 
   Args:

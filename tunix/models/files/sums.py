@@ -26,8 +26,8 @@ def write(folder: pathlib.Path) -> None:
     OSError: a file cannot be read, or the disk is full or not writable.
   """
   files = [x.relative_to(folder) for x in folder.rglob("*") if x.is_file()]
-  is_hidden = lambda name: any(part.startswith(".") for part in name.parts)
-  names = sorted(str(x) for x in files if not is_hidden(x) and str(x) != NAME)
+  shown = [x for x in files if not any(part.startswith(".") for part in x.parts)]
+  names = sorted(str(x) for x in shown if str(x) != NAME)
   lines = [f"{_sum(folder / name)}  {name}\n" for name in names]
   io.write_atomic(folder / NAME, "".join(lines).encode())
 
@@ -57,8 +57,8 @@ def _read(file: pathlib.Path) -> dict[tuple[pathlib.PurePath, str], None]:
   """Returns the names and checksums of a list, each pair once, in order."""
   listed = {}
   for number, line in enumerate(text_files.lines(text_files.read(file)), 1):
-    found = _LINE.fullmatch(line)
-    name = pathlib.PurePath(found[2] if found else "..")
+    match = _LINE.fullmatch(line)
+    name = pathlib.PurePath(match[2] if match else "..")
     # The list may be a stranger's, and must not make us read other files.
     if line and (name.is_absolute() or ".." in name.parts):
       raise ValueError(
@@ -66,8 +66,8 @@ def _read(file: pathlib.Path) -> dict[tuple[pathlib.PurePath, str], None]:
         "two spaces and the name of a file in this folder. Write it with `sha256sum`, "
         "or delete it"
       )
-    if found:
-      listed[name, found[1]] = None
+    if match:
+      listed[name, match[1]] = None
   return listed
 
 

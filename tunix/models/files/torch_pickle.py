@@ -123,7 +123,7 @@ class _Machine:
     self.below: list[list[Any]] = []
     self.memo: dict[int, Any] = {}
 
-  def push(self, value: Any) -> None:
+  def push(self, value: object) -> None:
     self.stack.append(value)
 
   def pop(self) -> Any:

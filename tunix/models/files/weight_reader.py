@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from tunix.models.files.stored_tensor import StoredTensor
 from tunix.models.transformer.params import Placement, axes_of
@@ -57,7 +58,11 @@ class WeightReader:
     self._copying = []
 
   def load(
-    self, place: Placement, shape: tuple[int, ...], dtype: Any, where: Sharding | None
+    self,
+    place: Placement,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    where: Sharding | None,
   ) -> jax.Array:
     """Reads one parameter; each slice that this process's devices hold is read once.
 
@@ -81,7 +86,7 @@ class WeightReader:
       parts += self._put(values, targets)
     return jax.make_array_from_single_device_arrays(shape, where, parts, dtype=dtype)
 
-  def read(self, place: Placement, index: Index, dtype: Any) -> np.ndarray:
+  def read(self, place: Placement, index: Index, dtype: DTypeLike) -> np.ndarray:
     """Reads one slice of a parameter and casts it.
 
     Args:

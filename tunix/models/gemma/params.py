@@ -1,4 +1,7 @@
-"""Gemma 1 and 2 checkpoints: `config.json`, tensor names and the family."""
+"""Gemma 1 and 2 checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GLM-4 MoE lite checkpoints: `config.json`, tensor names and the family."""
+"""GLM-4 MoE lite checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.hf.mla.NAMES`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   types = hf_values.listed(hf, "mlp_layer_types") or ["dense"] + ["sparse"] * (
     layers - 1
   )
-  known = isinstance(types, list) and set(map(str, types)) <= {"dense", "sparse"}
-  if not known or len(types) != layers:
+  is_list = isinstance(types, list) and set(map(str, types)) <= {"dense", "sparse"}
+  if not is_list or len(types) != layers:
     raise ValueError(
       f"mlp_layer_types is {types!r}; expected a list of 'dense' and 'sparse' for "
       f"{layers} layers. Correct config.json"

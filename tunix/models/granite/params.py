@@ -1,4 +1,7 @@
-"""Granite checkpoints: `config.json`, tensor names and the family."""
+"""Granite checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
+"""
 
 from __future__ import annotations
 

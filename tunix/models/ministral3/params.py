@@ -1,4 +1,6 @@
-"""Ministral 3 checkpoints: `config.json`, tensor names and the family.
+"""Ministral 3 checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
 
 The folders on the hub hold a vision tower beside the text model (model_type
 "mistral3"). Their text model is read, and saved as a folder of its own.

@@ -1,4 +1,7 @@
-"""Mistral checkpoints: `config.json`, tensor names and the family."""
+"""Mistral checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
+"""
 
 from __future__ import annotations
 

@@ -123,11 +123,11 @@ def _layer_names(hf: hf_config.HfConfig) -> list[str]:
       "config.json has neither layers_block_type nor hybrid_override_pattern; expected "
       "the type of each layer"
     )
-  known = _TYPES if named is not None else _LETTERS
+  names = _TYPES if named is not None else _LETTERS
   listed = list(named or pattern or ())
-  if unknown := sorted({str(name) for name in listed} - set(known)):
+  if unknown := sorted({str(name) for name in listed} - set(names)):
     raise ValueError(
-      f"the layers have types {unknown}; expected some of {sorted(known)}. Correct "
+      f"the layers have types {unknown}; expected some of {sorted(names)}. Correct "
       "config.json"
     )
   return [str(name) if named is not None else _LETTERS[name] for name in listed]

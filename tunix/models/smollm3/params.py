@@ -1,4 +1,7 @@
-"""SmolLM3 checkpoints: `config.json`, tensor names and the family."""
+"""SmolLM3 checkpoints: `config.json` and the family.
+
+The tensor names are in the table `transformer.params.DECODER`.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class KVCache:
     """Returns the cache after a call that wrote `tokens` tokens to each layer."""
     recurs = [isinstance(layer, RowState) for layer in layers]
     old = zip(self.k, self.v)
-    pairs = [kept if own else new for own, kept, new in zip(recurs, old, layers)]
+    pairs = [before if own else new for own, before, new in zip(recurs, old, layers)]
     keys, values = zip(*pairs)
     states = tuple(x.state if own else None for own, x in zip(recurs, layers))
     return dataclasses.replace(
@@ -109,11 +109,13 @@ def init_cache(
     dtype: dtype of the buffers.
     states: see `KVCache.states`.
   """
-  slots = lambda kind: min(cache_size, kind.window or cache_size)
+  slots = [min(cache_size, kind.window or cache_size) for kind in kinds]
 
   def buffers() -> tuple[jax.Array, ...]:
-    shapes = [(batch_size, x.num_kv_heads, slots(x), x.head_dim) for x in kinds]
-    return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    return tuple(
+      jnp.zeros((batch_size, kind.num_kv_heads, size, kind.head_dim), dtype)
+      for kind, size in zip(kinds, slots)
+    )
 
   index = jnp.zeros((), jnp.int32)
   return KVCache(buffers(), buffers(), index, cache_size, tuple(states))

@@ -260,7 +260,7 @@ class TransformerConfig:
   @property
   def kinds(self) -> tuple[LayerKind, ...]:
     """The kinds of layer of this configuration."""
-    known: dict[LayerType, tuple[int | None, RopeConfig | None]] = {
+    attention: dict[LayerType, tuple[int | None, RopeConfig | None]] = {
       "full": (None, self.rope),
       "sliding": (self.sliding_window, self.local_rope or self.rope),
       "nope": (None, None),
@@ -275,7 +275,7 @@ class TransformerConfig:
       has_keys = fields.get("mixer") is None and fields.get("parts") != "mlp"
       has_keys = has_keys and not reads_kv
       kv_heads = fields["num_kv_heads"] if has_keys else 0
-      return LayerKind(*known[name], kv_heads, fields["head_dim"])
+      return LayerKind(*attention[name], kv_heads, fields["head_dim"])
 
     return tuple(kind(*name) for name in dict.fromkeys(self.kind_names))
 

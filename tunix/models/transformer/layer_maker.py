@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -102,7 +101,7 @@ class LayerMaker:
     spec = (None,) * value.ndim
     return FrozenParam(value, out_sharding=spec, eager_sharding=False)
 
-  def small(self, shape: tuple[int, ...], value: Any = None) -> nnx.Param:
+  def small(self, shape: tuple[int, ...], value: object = None) -> nnx.Param:
     """Makes a parameter that no mesh splits.
 
     Args:

@@ -95,8 +95,8 @@ def chunked(
 def _token(state, vectors, values):
   """Runs a token, see `linear_recurrence.TokenRule`."""
   (q, k), (v, beta) = vectors, values
-  known = _einsum("bhk,bhkv->bhv", k, state)
-  state = state + _einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - known))
+  prediction = _einsum("bhk,bhkv->bhv", k, state)
+  state = state + _einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - prediction))
   return state, _einsum("bhk,bhkv->bhv", q, state)
 
 
@@ -105,8 +105,8 @@ def _chunk(state, decay, old, vectors, values):
   (q, k), (v, beta) = vectors, values
   keys = _einsum("bgtk,bgsk->bgts", k, k)[:, :, None]
   solve = _inverse(jnp.tril(beta[..., None] * decay * keys, -1))
-  known = old[..., None] * _einsum("bgtk,bgrkv->bgrtv", k, state)
-  u = _einsum("bgrts,bgrsv->bgrtv", solve, beta[..., None] * (v - known))
+  prediction = old[..., None] * _einsum("bgtk,bgrkv->bgrtv", k, state)
+  u = _einsum("bgrts,bgrsv->bgrtv", solve, beta[..., None] * (v - prediction))
 
   scores = _einsum("bgtk,bgsk->bgts", q, k)[:, :, None]
   y = _einsum("bgrts,bgrsv->bgrtv", decay * scores, u)

@@ -12,6 +12,10 @@ On a mesh, a pass is distributed in one of two ways, which `splits_vocabulary` c
                      of all devices. Hidden states are sent between devices, not the
                      unembedding (`_shared_pass`)
 
+Tokens that no loss needs, such as padding and prompts, can be named. They are sorted
+to the end, and their chunks are skipped: their number is known only when the program
+runs, and shapes are fixed before.
+
 With either of them, `Layout.vocab_axis` may split the unembedding by vocabulary (tensor
 parallelism). Each softmax then needs a maximum and sums over this axis (`across`).
 """
@@ -38,6 +42,10 @@ from tunix.ops.vocabulary.softmax import (
 )
 
 MIN_CHUNK = 64  # tokens; smaller chunks make the matrix products inefficient
+# If some tokens are not needed, all are cut into this number of chunks or more: with
+# fewer ones the last chunk that is computed holds many of them. Chunks of fewer tokens
+# than `_SKIPPED_CHUNK` cost more than they save.
+_FINE, _SKIPPED_CHUNK = 8, 128
 
 
 def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
@@ -74,7 +82,12 @@ def on_mesh(
 
 
 def run(
-  hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
+  hidden: jax.Array,
+  unembed: jax.Array,
+  targets: jax.Array,
+  pulls: Pulls,
+  rule: Rule,
+  needed: jax.Array | None = None,
 ) -> Outputs:
   """Runs one pass over all tokens, on one device or under shard_map.
 
@@ -84,6 +97,8 @@ def run(
     targets: target of each token, [B, T], in [0, V).
     pulls: cotangents of the results, which the gradients are multiplied by.
     rule: results to compute. Its layout must fit the batch (`for_batch`).
+    needed: bool [B, T], False where nothing is needed: there, values are 0 or right,
+      and the cotangents must be 0. None: all are needed.
   """
   layout = rule.layout
   batch, table = layout.tokens, table_spec(layout)
@@ -99,8 +114,10 @@ def run(
   if shared:
     table = gradient_spec(layout, unembed.shape)
   local = functools.partial(_shared_pass if shared else _local_pass, rule=rule)
-  in_specs = (batch, table, batch, batch)
-  return on_mesh(local, layout, in_specs, out_specs)(hidden, unembed, targets, pulls)
+  in_specs = (batch, table, batch, batch, batch)
+  return on_mesh(local, layout, in_specs, out_specs)(
+    hidden, unembed, targets, pulls, needed
+  )
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
@@ -131,7 +148,7 @@ def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   return layout.axes
 
 
-def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
+def _local_pass(hidden, unembed, targets, pulls, needed, *, rule: Rule) -> Outputs:
   """Computes the tokens of one device, chunk by chunk."""
   layout = rule.layout
 
@@ -147,6 +164,7 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
     vocabulary_size(unembed, layout),
     start,
     layout,
+    needed,
   )
   logps, entropy, d_hidden, _ = by_token
   return Outputs(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
@@ -173,7 +191,7 @@ def splits_vocabulary(layout: Layout, tokens: int, dim: int, vocab: int) -> bool
   return tokens <= vocab and vocab % shards == 0
 
 
-def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
+def _shared_pass(hidden, unembed, targets, pulls, needed, *, rule: Rule) -> Outputs:
   """Computes one device's columns for the tokens of all devices, chunk by chunk."""
   layout = rule.layout
   # `dims` are the dimensions (D, V) of the unembedding. `alone` does not split tokens,
@@ -209,7 +227,7 @@ def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   # chooses C, needs the whole V.
   vocab = vocabulary_size(table, layout) * layout.shards
   (logps, entropy, d_hidden, _), d_table = over_tokens(
-    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
+    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout, needed, axes
   )
   # Every device has processed all tokens, so nothing is summed over the token axes;
   # `alone` leaves only the sum over `vocab_axis`.
@@ -226,6 +244,8 @@ def over_tokens(
   vocab: int,
   start: Any,
   layout: Layout,
+  needed: jax.Array | None = None,
+  together: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
   """Applies `chunk` to chunks of tokens, of the size that `layout.chunk_bytes` allows.
 
@@ -236,34 +256,54 @@ def over_tokens(
     vocab: number of columns of a block of logits.
     start: zeros with the shape of the sum, or None if there is no sum.
     layout: gives the bytes of a chunk.
+    needed: bool [B, T]; the values of other tokens may be 0. None: all are needed.
+    together: mesh axes whose devices must compute the same chunks, because `chunk`
+      exchanges arrays over them.
 
   Returns:
     (values [B, T, ...], sum of the terms over all chunks).
   """
   tokens = math.prod(shape)
-  count, size = _chunks(tokens, vocab, layout.chunk_bytes)
+  count, size = _chunks(tokens, vocab, layout.chunk_bytes, needed is not None)
 
   # The last chunk is filled with zeros. Their cotangents are 0 too, so they add nothing
   # to a gradient, and `join` cuts off their values.
   def split(x):
-    flat = x.reshape(tokens, *x.shape[2:])
-    padding = [(0, count * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
-    return jnp.pad(flat, padding).reshape(count, size, *flat.shape[1:])
+    padding = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
   def join(x):
-    return x.reshape(count * size, *x.shape[2:])[:tokens].reshape(*shape, *x.shape[2:])
+    return x.reshape(count * size, *x.shape[2:])[:tokens]
 
-  parts = jax.tree.map(split, arrays)
+  flat = jax.tree.map(lambda x: x.reshape(tokens, *x.shape[2:]), arrays)
+  shaped = lambda x: x.reshape(*shape, *x.shape[1:])
   if count == 1:  # without a scan, XLA can fuse the chunk with the code around it
-    by_token, total = chunk(*jax.tree.map(lambda x: x[0], parts))
-    return jax.tree.map(lambda x: join(x[None]), by_token), total
+    by_token, total = chunk(*flat)
+    return jax.tree.map(shaped, by_token), total
 
   def step(total, xs):
     by_token, part = chunk(*xs)
     return jax.tree.map(jnp.add, total, part), by_token
 
-  total, by_token = jax.lax.scan(step, start, parts)
-  return jax.tree.map(join, by_token), total
+  if needed is None:
+    total, by_token = jax.lax.scan(step, start, jax.tree.map(split, flat))
+    return jax.tree.map(lambda x: shaped(join(x)), by_token), total
+
+  def step_or_skip(total, xs):
+    is_needed, xs = xs
+    skipped = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), values)
+    return jax.lax.cond(is_needed, step, lambda total, _: (total, skipped), total, xs)
+
+  order = jnp.argsort(~needed.reshape(tokens), stable=True)
+  parts = jax.tree.map(lambda x: split(x[order]), flat)
+  values = jax.eval_shape(step, start, jax.tree.map(lambda x: x[0], parts))[1]
+  most = jnp.sum(needed)
+  if together:
+    most = jax.lax.pmax(most, together)
+  is_needed = jnp.arange(count) * size < most
+  total, by_token = jax.lax.scan(step_or_skip, start, (is_needed, parts))
+  place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens, dtype=order.dtype))
+  return jax.tree.map(lambda x: shaped(join(x)[place]), by_token), total
 
 
 def reduced(
@@ -293,12 +333,15 @@ def _reduced_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
   return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
 
 
-def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
+def _chunks(tokens: int, vocab: int, chunk_bytes: int, skips: bool) -> tuple[int, int]:
   """Returns the smallest number of chunks that the byte limit allows, and their size.
 
-  Chunks have equal sizes, so that the last one needs little padding.
+  Chunks have equal sizes, so that the last one needs little padding. There are more of
+  them if `skips`, that is, if some chunks may be skipped.
   """
   # A logit in float32 has 4 bytes.
   limit = max(MIN_CHUNK, chunk_bytes // (4 * vocab))
   count = max(1, math.ceil(tokens / limit))
+  if skips:
+    count = max(count, min(_FINE, tokens // _SKIPPED_CHUNK))
   return count, math.ceil(tokens / count)

@@ -46,7 +46,8 @@ def weighted_nll(
     hidden: final hidden states.
     unembed: unembedding [D, V], or [V, D] with `layout.transposed`.
     targets: next token of each position, in [0, V).
-    weights: weight of each token; 0 if the position predicts nothing.
+    weights: weight of each token; 0 if the position predicts nothing. Chunks of tokens
+      with weight 0 are not computed.
     layout: sharding and chunk size.
   """
   layout = vocab_chunks.for_batch(layout, hidden.shape)
@@ -57,14 +58,18 @@ def weighted_nll(
 # `perturbed`, which is True if it is differentiated. No other gradient is computed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _weighted_nll(hidden, unembed, targets, weights, layout):
-  part = vocab_chunks.run(hidden, unembed, targets, Pulls(), Rule(layout))
+  needed = weights != 0
+  part = vocab_chunks.run(hidden, unembed, targets, Pulls(), Rule(layout), needed)
   return jnp.sum(-part.logps * weights)
 
 
 def _forward(hidden, unembed, targets, weights, layout):
   rule = Rule(layout, hidden=hidden.perturbed, unembed=unembed.perturbed)
   pulls = Pulls(-weights.value.astype(jnp.float32))
-  part = vocab_chunks.run(hidden.value, unembed.value, targets.value, pulls, rule)
+  # The derivative in a weight is the token's log-probability, also where it is 0.
+  needed = None if weights.perturbed else weights.value != 0
+  arrays = hidden.value, unembed.value, targets.value
+  part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule, needed=needed)
   return jnp.sum(-part.logps * weights.value), part
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 # Bytes of one float32 [chunk, V] block of logits, 256 MiB: 448 tokens with a vocabulary
 # of 150,000. One or two blocks exist at a time. Smaller blocks make the matrix products
@@ -221,7 +222,7 @@ def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
 
 
 def _pull_logits(
-  soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
+  soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
   """Returns factor [C, 1] and d_logits [C, V], whose product is the logits' cotangent.
 

@@ -21,7 +21,7 @@ from tunix.rl.env.episode import Episode
 from tunix.rl.env.making import MakeEnv
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
 from tunix.rl.reward.outcomes import Failed, Outcome, checked
@@ -156,9 +156,9 @@ class Episodes:
     run = functools.partial(self._share, batch, mine, mode, group, key)
     if jax.process_count() == 1:
       return self._rows(run(), batch, mode, group)
-    to_json = lambda: saved_rollouts.episodes_to_json(run())
+    to_json = lambda: rollout_codec.episodes_to_json(run())
     parts = self._cluster.rollout.exchange("episodes", to_json)
-    episodes = [x for part in parts for x in saved_rollouts.episodes_from_json(part)]
+    episodes = [x for part in parts for x in rollout_codec.episodes_from_json(part)]
     return self._rows(episodes, batch, mode, group)
 
   def _share(
@@ -297,8 +297,8 @@ def _filled(rows: list[Tokens], count: int) -> list[Tokens]:
   """Adds rows without a drawn token, up to `count` rows."""
   prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
   # If every environment failed, only these rows give the batch its columns.
-  known = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
-  return [*rows, *[Tokens(prompt=prompt, **known)] * (count - len(rows))]
+  columns = dict.fromkeys(("sampling_logps", "rewards", "versions"), np.zeros(0))
+  return [*rows, *[Tokens(prompt=prompt, **columns)] * (count - len(rows))]
 
 
 def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:

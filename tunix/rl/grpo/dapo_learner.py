@@ -106,7 +106,7 @@ class DAPOLearner(GRPOLearner):
     """
     if not self.algo_config.dynamic_sampling:
       return super()._collect(source)
-    kept: list[Rollouts] = []
+    parts: list[Rollouts] = []
     needed = self._progress.batch_rows // self.algo_config.num_generations
     refills, groups = -1, 0
     while refills < self.algo_config.max_refills:
@@ -114,8 +114,8 @@ class DAPOLearner(GRPOLearner):
         break
       needed = max(needed, len(batch.prompts))
       rollouts = self._rollouts(batch)
-      kept.append(rollouts.take(useful(rollouts)))
-      refills, groups = refills + 1, groups + len(kept[-1].scores)
+      parts.append(rollouts.take(useful(rollouts)))
+      refills, groups = refills + 1, groups + len(parts[-1].scores)
       if groups >= needed:
         break
     if refills < 0:
@@ -130,7 +130,7 @@ class DAPOLearner(GRPOLearner):
         "policy solves all of them or none; change the prompts or the reward, or set "
         "dynamic_sampling=False"
       )
-    collected = common.joined(kept)
+    collected = common.joined(parts)
     if groups > needed:
       source.give_back(collected.batch.take(range(needed, groups)))
       collected = collected.take(range(needed))

@@ -255,7 +255,11 @@ def _answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
 
 
 def _exact(
-  completion: str, reference: Any, *, pattern: re.Pattern[str] | None, ignore_case: bool
+  completion: str,
+  reference: object,
+  *,
+  pattern: re.Pattern[str] | None,
+  ignore_case: bool,
 ) -> float:
   answer = _answer(completion, pattern)
   if answer is None:
@@ -268,7 +272,7 @@ def _exact(
 
 def _numeric(
   completion: str,
-  reference: Any,
+  reference: object,
   *,
   pattern: re.Pattern[str] | None,
   absolute: float,
@@ -285,7 +289,7 @@ def _numeric(
 
 
 def _maths(
-  completion: str, reference: Any, *, pattern: re.Pattern[str] | None, **options: Any
+  completion: str, reference: object, *, pattern: re.Pattern[str] | None, **options: Any
 ) -> float:
   answer = _answer(completion, pattern)
   return float(answer is not None and maths.same(answer, str(reference), **options))

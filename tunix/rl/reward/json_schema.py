@@ -33,7 +33,7 @@ def parse(text: str) -> Any:
     raise ValueError("nested too deep") from error
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: object) -> None:
   """Checks that `matches` can check every part of a schema.
 
   Raises:
@@ -65,7 +65,7 @@ def check_schema(schema: Any) -> None:
     ) from error
 
 
-def matches(value: Any, schema: Schema) -> bool:
+def matches(value: object, schema: Schema) -> bool:
   """Returns whether parsed JSON conforms to a schema that `check_schema` accepts."""
   try:
     return _validator(schema).is_valid(value)
@@ -73,7 +73,7 @@ def matches(value: Any, schema: Schema) -> bool:
     return False
 
 
-def first_error(value: Any, schema: Schema) -> str | None:
+def first_error(value: object, schema: Schema) -> str | None:
   """Returns how parsed JSON differs from a schema; None if it conforms."""
   from jsonschema import exceptions
 

@@ -146,7 +146,7 @@ def checked(value: float, verb: str) -> Value | Failed:
   )
 
 
-def _shown(x: Any) -> str:
+def _shown(x: object) -> str:
   if x is None or isinstance(x, (int, float)):
     return str(x)[:MAX_MESSAGE]
   return f"a {type(x).__name__}"

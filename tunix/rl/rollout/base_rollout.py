@@ -21,7 +21,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import COLUMNS, Completion
 from tunix.rl.rollout.client import SamplingClient, Stream
-from tunix.rl.rollout.turns import BatchClient, EngineClient
+from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
 from tunix.utils import checks, coordination, mesh as mesh_lib
@@ -142,8 +142,8 @@ class RolloutOutput:
 
   def completions(self) -> list[Completion]:
     """Returns the completions, in the form of those of the engine."""
-    known = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
-    of_row = lambda i: {c: _typed(c, x[i]) for c, x in known.items()}
+    columns = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
+    of_row = lambda i: {c: _typed(c, x[i]) for c, x in columns.items()}
     return [Completion(number=i, **of_row(i)) for i in range(len(self.text))]
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
@@ -179,7 +179,7 @@ _COLUMNS = {
 }
 
 
-def _typed(column: str, value: Any) -> Any:
+def _typed(column: str, value: object) -> Any:
   """Returns a value of a user's engine in the type of its column in `Tokens`."""
   if value is None or isinstance(value, str):
     return value
@@ -359,7 +359,7 @@ class BaseRollout(abc.ABC):
     return waited
 
   @abc.abstractmethod
-  def update_params(self, model: Any, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: Any) -> None:
     """Takes the weights of `model` and stores their `version`."""
 
   @abc.abstractmethod

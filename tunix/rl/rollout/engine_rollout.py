@@ -38,14 +38,14 @@ class EngineRollout(SamplerRollout):
     Raises:
       WeightSyncError: the policy changed, and the engine answers as before.
     """
-    known = self.version
-    if known is None or known.stamp != version.stamp:
+    before_update = self.version
+    if before_update is None or before_update.stamp != version.stamp:
       before = self._last or self.fingerprint()
       self._sampler.update_weights(model)
       self._last = self.fingerprint()
-      if known is not None and self._last == before:
+      if before_update is not None and self._last == before:
         raise WeightSyncError(
-          f"training changed the policy (step {known.step} to {version.step}) "
+          f"training changed the policy (step {before_update.step} to {version.step}) "
           "and the engine answers as before: the weights did not reach it, or the "
           "update is too small for its dtype"
         )
@@ -81,11 +81,11 @@ def take_options(
   Raises:
     ValueError: the engine does not know an option, or a required one is missing.
   """
-  options, known = dict(config.engine_options), (*required, *optional)
-  if unknown := sorted(options.keys() - set(known)):
+  options, allowed = dict(config.engine_options), (*required, *optional)
+  if unknown := sorted(options.keys() - set(allowed)):
     raise ValueError(
       f"engine_options has {unknown[0]!r}, which {engine} does not know: choose from "
-      f"{', '.join(known)}"
+      f"{', '.join(allowed)}"
     )
   for name, meaning in required.items():
     if name not in options:

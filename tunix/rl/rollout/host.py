@@ -31,9 +31,9 @@ from tunix.rl.rollout import shared_rollout, wire
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-from tunix.rl.weights import placement, weight_sync
+from tunix.rl.weights import placement, policy_version
 from tunix.rl.weights.placement import Weights
-from tunix.rl.weights.weight_sync import PolicyVersion
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
 from tunix.utils import array_codec, mesh as mesh_lib
 
@@ -80,7 +80,7 @@ class RolloutHost:
     config = dataclasses.replace(config, engine_options={})
     with mesh_lib.use_mesh(self._mesh):
       self._rollout = VanillaRollout(model, tokenizer, config)
-      self.stamp = weight_sync.policy_stamp(model)
+      self.stamp = policy_version.policy_stamp(model)
     self._variables = trained_variables(model)
     self._form = form_of(model, tokenizer, config)
     # If the number changes, a run knows that the process of the host was restarted.
@@ -140,15 +140,15 @@ class RolloutHost:
       path: (str(variable.get_value().dtype), list(variable.get_value().shape))
       for path, variable in self._variables.items()
     }
-    given = {path: (dtype, list(shape)) for path, (dtype, shape) in arrays.items()}
-    if given != held:
-      path = sorted(p for p in given.keys() | held if given.get(p) != held.get(p))[0]
+    form = {path: (dtype, list(shape)) for path, (dtype, shape) in arrays.items()}
+    if form != held:
+      path = sorted(p for p in form.keys() | held if form.get(p) != held.get(p))[0]
       raise ValueError(
-        f"the run trains {path!r} as {given.get(path)}, and the host has "
+        f"the run trains {path!r} as {form.get(path)}, and the host has "
         f"{held.get(path)}: start the host with the configuration of the run"
       )
     self._leave()
-    self._missing, self._arriving = set(given), None
+    self._missing, self._arriving = set(form), None
     self.stamp = ""
 
   def part(self, owner: str, path: str, start: int, data: bytes) -> None:
@@ -187,10 +187,10 @@ class RolloutHost:
     if self._missing:
       raise ValueError(f"{len(self._missing)} parameters have not arrived")
     with mesh_lib.use_mesh(self._mesh):
-      found = weight_sync.policy_stamp(self._model)
-    if found != stamp:
+      actual = policy_version.policy_stamp(self._model)
+    if actual != stamp:
       raise ValueError(
-        f"with the run's trained weights the host has the stamp {found}, and the run "
+        f"with the run's trained weights the host has the stamp {actual}, and the run "
         f"has {stamp}: their frozen weights differ. Start the host with the "
         "configuration of the run, and the same model"
       )

@@ -1,4 +1,4 @@
-"""A host that samples for a run, as the run sees it: its calls, and its weights."""
+"""A host that samples for a run: the run calls it, and sends new weights to it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RemoteHost:
     # Work of a run that was interrupted may still wait for the host.
     self._one_at_a_time = threading.Lock()
     self._owner = uuid.uuid4().hex
-    self._known: str | None = None  # the life in which this run has taken the host
+    self._life: str | None = None  # of the host, in which this run has taken it
     self._stamp = ""
     self.is_open, self.vocab_size = False, None
 
@@ -136,9 +136,9 @@ class RemoteHost:
       RemoteError: the call failed, or took longer than `timeout_s`.
     """
     body = {"method": method, "arguments": {"owner": self._owner, **arguments}}
-    return self._ended(method, self._client.ask("POST", "/rollouts/call", body))
+    return self._result(method, self._client.ask("POST", "/rollouts/call", body))
 
-  def _ended(self, method: str, answer: dict[str, Any]) -> Any:
+  def _result(self, method: str, answer: dict[str, Any]) -> Any:
     """Waits for the end of a call whose first answer is given; see `call`."""
     end = time.monotonic() + self._timeout_s
     while not answer["is_done"]:
@@ -155,24 +155,24 @@ class RemoteHost:
   def _prepare(self, weights: Weights | None) -> None:
     """Takes the host, and sends weights if it has others."""
     stamp = self._stamp if weights is None else weights.version.stamp
-    if self._known is not None and stamp and self._stamp == stamp:
+    if self._life is not None and stamp and self._stamp == stamp:
       return
     try:
-      state = self.call("take", life=self._known)
+      state = self.call("take", life=self._life)
     except Refused as error:
       if error.code != host_lib.OTHER_OWNER:
         raise
       raise RemoteError(f"{error}. Start a host for each run") from error
     self._check_form(state["form"])
-    self._known, self.vocab_size = state["life"], state["vocab_size"]
+    self._life, self.vocab_size = state["life"], state["vocab_size"]
     if weights is not None and state["stamp"] != stamp:
       self._send(weights)
     self._stamp = state["stamp"] if weights is None else stamp
 
-  def _check_form(self, found: Mapping[str, str]) -> None:
+  def _check_form(self, form: Mapping[str, str]) -> None:
     """Compares what the weights do not show, such as the scale of adapters."""
-    for name in sorted(self._form.keys() | found.keys()):
-      mine, its = self._form.get(name), found.get(name)
+    for name in sorted(self._form.keys() | form.keys()):
+      mine, its = self._form.get(name), form.get(name)
       if mine != its:
         raise RemoteError(
           f"the run's {name} is {mine}, and that of the host {self.url} is {its}: "
@@ -192,7 +192,7 @@ class RemoteHost:
         query = {"owner": self._owner, "path": path, "start": start}
         place = f"/rollouts/part?{urllib.parse.urlencode(query)}"
         part = data[start : start + _PART_BYTES]
-        self._ended("part", self._client.send(place, part))
+        self._result("part", self._client.send(place, part))
     self.call("end", stamp=weights.version.stamp)
 
 

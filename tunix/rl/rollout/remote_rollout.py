@@ -62,7 +62,7 @@ class RemoteRollout(SharedRollout):
   sampler = "remote"
 
   def __init__(
-    self, model: Any, tokenizer: TokenizerAdapter, rollout_config: RolloutConfig
+    self, model: nnx.Module, tokenizer: TokenizerAdapter, rollout_config: RolloutConfig
   ):
     names = ("timeout_s", "lost_s")
     options = take_options(rollout_config, "remote", {"urls": _URLS}, names)

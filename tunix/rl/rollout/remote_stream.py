@@ -61,9 +61,9 @@ class RemoteStream:
 
   def load(self, weights: Weights) -> None:
     version = weights.version
-    given = {"stamp": version.stamp, "version": version.step}
+    body = {"stamp": version.stamp, "version": version.step}
     call = (
-      ("switch", given) if self._is_started else ("stream", {**given, **self._opening})
+      ("switch", body) if self._is_started else ("stream", {**body, **self._opening})
     )
     work = lambda host: functools.partial(_called, host, *call)
     together([functools.partial(x.run, weights, work(x)) for x in self._hosts])
@@ -75,21 +75,21 @@ class RemoteStream:
 
   def _polled(self, number: int) -> list[Completion]:
     sent = [wire.draw_to_json(draw) for draw in self._new[number]]
-    given = {"draws": sent, "launch": self.launches}
-    done = wire.actions_from_json(_called(self._hosts[number], "poll", given))
+    arguments = {"draws": sent, "launch": self.launches}
+    done = wire.actions_from_json(_called(self._hosts[number], "poll", arguments))
     self._new[number] = []
     self._open[number] -= len(done)
     return done
 
 
-def _called(host: RemoteHost, method: str, given: Mapping[str, Any]) -> Any:
+def _called(host: RemoteHost, method: str, arguments: Mapping[str, Any]) -> Any:
   """Calls a method of a host's stream.
 
   Raises:
     ClientLost: the host has no stream any more.
   """
   try:
-    return host.call(method, **given)
+    return host.call(method, **arguments)
   except Refused as error:
     if error.code != host_lib.NOT_BEGUN:
       raise

@@ -18,8 +18,8 @@ from tunix.generate.outputs import with_text
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.client import Stream
+from tunix.rl.rollout.local_clients import EngineStream
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
-from tunix.rl.rollout.turns import EngineStream
 
 # Engines of this library, which sample on the devices of a mesh.
 NAMES = ("vanilla", "per_process", "padded")
@@ -116,7 +116,7 @@ class VanillaRollout(SamplerRollout):
         "schedule to lagged"
       )
 
-  def update_params(self, model: Any, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: Any) -> None:
     """Stores the version; the weights are in the module already.
 
     Raises:

@@ -43,14 +43,12 @@ def actions_from_json(
     saved: the JSON.
     version: version of the weights that drew them; None: they have versions.
   """
-  stamps = lambda row: (
-    {} if version is None else {"versions": np.full(len(row["ids"]), version, np.int32)}
-  )
+  rows = array_codec.from_json(saved)
+  for row in rows if version is not None else ():
+    row["versions"] = np.full(len(row["ids"]), version, np.int32)
   return [
-    Completion.of_saved(
-      row | stamps(row), number=row["episode"], finish_reason=row["finish_reason"]
-    )
-    for row in array_codec.from_json(saved)
+    Completion.of_saved(row, number=row["episode"], finish_reason=row["finish_reason"])
+    for row in rows
   ]
 
 

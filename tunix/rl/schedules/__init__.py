@@ -1,1 +1,1 @@
-"""The order of sampling and training; the learner calls it."""
+"""The order of sampling and training, and its journal; the learner calls it."""

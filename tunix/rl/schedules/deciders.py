@@ -49,12 +49,12 @@ class Live:
   def take(
     self, inbox: Inbox, launches: int, version: int | None
   ) -> tuple[list[Decision], bool]:
-    if version is None and not inbox.offered:
+    if version is None and not inbox.weights:
       return [], False
     decisions: list[Decision] = []
-    if inbox.offered:
-      newest = inbox.offered[max(inbox.offered)]
-      inbox.offered.clear()
+    if inbox.weights:
+      newest = inbox.weights[max(inbox.weights)]
+      inbox.weights.clear()
       if version is None:
         self._add("start", newest.version.step, newest.version.stamp)
         return [Start(newest)], False  # it drops what was asked of a stream before it
@@ -62,19 +62,19 @@ class Live:
         decisions.append(Switch(newest))
         self._add("switch", launches, newest.version.step)
     # Requests of older prompts start first.
-    for asked in sorted(inbox.asked, key=lambda asked: asked.client.group):
-      if not asked.client.is_abandoned:
-        rows = [[x.episode, x.turn, digest_of_draw(x)] for x in asked.draws]
-        self._add("draw", launches, *asked.client.group, rows)
-        decisions.append(asked)
-    for ended in inbox.ended:
-      if self._journal is not None and not ended.client.is_abandoned:
-        group = ended.client.group
-        digest = digest_of(replayable(ended.content))
-        self._journal.end(launches, group, digest, ended.offset)
-      decisions.append(ended)
-    inbox.asked.clear()
-    inbox.ended.clear()
+    for request in sorted(inbox.draws, key=lambda request: request.client.group):
+      if not request.client.is_abandoned:
+        rows = [[x.episode, x.turn, digest_of_draw(x)] for x in request.draws]
+        self._add("draw", launches, *request.client.group, rows)
+        decisions.append(request)
+    for end in inbox.ends:
+      if self._journal is not None and not end.client.is_abandoned:
+        group = end.client.group
+        digest = digest_of(replayable(end.content))
+        self._journal.end(launches, group, digest, end.offset)
+      decisions.append(end)
+    inbox.draws.clear()
+    inbox.ends.clear()
     return decisions, True
 
   def _add(self, *record: Any) -> None:
@@ -107,11 +107,11 @@ class Replayed:
   def take(
     self, inbox: Inbox, launches: int, version: int | None
   ) -> tuple[list[Decision], bool]:
-    for asked in inbox.asked:
-      for draw in () if asked.client.is_abandoned else asked.draws:
-        key = asked.client.group, draw.episode, draw.turn
-        self._draws[key] = asked, draw
-    inbox.asked.clear()
+    for request in inbox.draws:
+      for draw in () if request.client.is_abandoned else request.draws:
+        key = request.client.group, draw.episode, draw.turn
+        self._draws[key] = request, draw
+    inbox.draws.clear()
     if self._at == len(self._records):
       return [], True  # groups that had not ended are drawn for nobody
     record = self._records[self._at]
@@ -122,7 +122,7 @@ class Replayed:
     elif record[0] == "switch":
       decision = self._switch(record, inbox)
     elif record[0] == "draw":
-      decision = self._asked(record, inbox)
+      decision = self._draw(record, inbox)
     else:
       decision = self._end(record, inbox)
     if decision is None:
@@ -132,37 +132,37 @@ class Replayed:
     return [decision], False
 
   def _start(self, record: Any, inbox: Inbox) -> Decision | None:
-    weights = inbox.offered.get(record[1])
+    weights = inbox.weights.get(record[1])
     if weights is None:
       return None
     self._draws.clear()
     return Start(weights)
 
   def _switch(self, record: Any, inbox: Inbox) -> Decision | None:
-    weights = inbox.offered.get(record[2])
+    weights = inbox.weights.get(record[2])
     if weights is None:
       return None
     # A later start may have the same weights; older ones are not used again.
-    for step in [step for step in inbox.offered if step < record[2]]:
-      del inbox.offered[step]
+    for step in [step for step in inbox.weights if step < record[2]]:
+      del inbox.weights[step]
     return Switch(weights)
 
-  def _asked(self, record: Any, inbox: Inbox) -> Decision | None:
+  def _draw(self, record: Any, inbox: Inbox) -> Decision | None:
     _, _, batch, prompt, rows = record
     group, draws, client = (batch, prompt), [], None
     for episode, turn, digest in rows:
-      found = self._draws.get((group, episode, turn))
-      if found is None:
+      pair = self._draws.get((group, episode, turn))
+      if pair is None:
         self._check_not_ended(group, episode, turn, inbox)
         return None
-      asked, draw = found
+      request, draw = pair
       if digest_of_draw(draw) != digest:
         raise ReplayError(
           f"the environment of {named(group, episode)} answered otherwise than in the "
           f"run: action {turn} has another prompt, or other limits. If the environment "
           "draws random numbers or reads a clock, give it a seed"
         )
-      client = asked.client
+      client = request.client
       draws.append(draw)
     for episode, turn, _ in rows:
       del self._draws[group, episode, turn]
@@ -172,8 +172,8 @@ class Replayed:
   def _check_not_ended(
     self, group: Group, episode: int, turn: int, inbox: Inbox
   ) -> None:
-    mine = [x for x in inbox.ended if x.client.group == group]
-    if any(not ended.client.is_abandoned for ended in mine):
+    mine = [x for x in inbox.ends if x.client.group == group]
+    if any(not end.client.is_abandoned for end in mine):
       raise ReplayError(
         f"the environment of {named(group, episode)} ended the episode before action "
         f"{turn}, which the run has"
@@ -181,11 +181,11 @@ class Replayed:
 
   def _end(self, record: Any, inbox: Inbox) -> Decision | None:
     _, _, batch, prompt, digest, _ = record
-    for i, ended in enumerate(inbox.ended):
-      if ended.client.group == (batch, prompt) and not ended.client.is_abandoned:
-        if digest_of(replayable(ended.content)) != digest:
-          raise ReplayError(difference(self._journal, ended))
-        return inbox.ended.pop(i)
+    for i, end in enumerate(inbox.ends):
+      if end.client.group == (batch, prompt) and not end.client.is_abandoned:
+        if digest_of(replayable(end.content)) != digest:
+          raise ReplayError(difference(self._journal, end))
+        return inbox.ends.pop(i)
     return None
 
   def lost(self, error: ClientLost) -> None:
@@ -225,18 +225,18 @@ class Replayed:
     )
 
 
-def replayable(content: Any) -> Any:
+def replayable(content: object) -> Any:
   """Returns the stored content of a group without the logs of environments."""
   if isinstance(content, dict):
     return {k: replayable(x) for k, x in content.items() if k != "logs"}
   return [replayable(x) for x in content] if isinstance(content, list) else content
 
 
-def difference(journal: Journal, ended: GroupEnd) -> str:
+def difference(journal: Journal, end: GroupEnd) -> str:
   """Returns the message for a group that ended otherwise than in its run."""
-  group = ended.client.group
+  group = end.client.group
   before = replayable(journal.content(group))
-  now = replayable(ended.content)
+  now = replayable(end.content)
   for name in ("completion_ids", "rollout_logps"):
     if before[name] != now[name]:
       return (

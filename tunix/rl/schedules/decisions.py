@@ -68,13 +68,13 @@ class Inbox:
   """Requests, ended groups and weights that no decision has taken.
 
   Attributes:
-    asked, ended: in the order of their arrival.
-    offered: weights by the number of updates.
+    draws, ends: in the order of their arrival.
+    weights: by their number of updates.
   """
 
-  asked: list[GroupDraws] = dataclasses.field(default_factory=list)
-  ended: list[GroupEnd] = dataclasses.field(default_factory=list)
-  offered: dict[int, Weights] = dataclasses.field(default_factory=dict)
+  draws: list[GroupDraws] = dataclasses.field(default_factory=list)
+  ends: list[GroupEnd] = dataclasses.field(default_factory=list)
+  weights: dict[int, Weights] = dataclasses.field(default_factory=dict)
 
 
 class Decider(Protocol):
@@ -148,7 +148,7 @@ class GroupClient:
   def cancel(self) -> None:
     self.is_abandoned = True
 
-  def hand_in(self, rollouts: Rollouts, content: Any, offset: int) -> None:
+  def hand_in(self, rollouts: Rollouts, content: object, offset: int) -> None:
     """Gives the completions with rewards to the engine's thread; see `GroupEnd`."""
     self._check()
     self._loop.put(GroupEnd(self, rollouts, content, offset))

@@ -18,7 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+
+from jax.sharding import Mesh
 
 from tunix.rl.rollout.client import ClientLost, Stream
 from tunix.rl.schedules.decisions import (
@@ -40,6 +41,11 @@ _MOST_LOSSES = 10  # of streams, without a prompt that ends between them
 _LOOK_S = 0.2  # between two looks of the thread at what has changed
 
 
+# This thread is not a `Driver`. A `Driver` runs each call when it arrives, and may step
+# while callers write. Here a decider takes the whole inbox under one lock together with
+# the number of launches, because a replay must repeat exactly this pair. A stream may
+# also be on other hosts, where no `Engine` can be stepped, and a lost one is replaced.
+# The threads would share `start` and `stop` only, and even these end differently.
 class EngineLoop:
   """Polls a stream in a thread of its own.
 
@@ -70,7 +76,7 @@ class EngineLoop:
     on_start: Callable[[], None],
     is_needed: Callable[[], bool],
     vocab_size: int | None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
   ):
     self._mesh = mesh
     self._make_stream, self._decider = make_stream, decider
@@ -110,15 +116,15 @@ class EngineLoop:
     """Takes what a group asks for, or its end."""
     with self.changed:
       if isinstance(item, GroupDraws):
-        self._inbox.asked.append(item)
+        self._inbox.draws.append(item)
       else:
-        self._inbox.ended.append(item)
+        self._inbox.ends.append(item)
       self.changed.notify_all()
 
   def offer(self, weights: Weights) -> None:
     """Takes the newest weights."""
     with self.changed:
-      self._inbox.offered[weights.version.step] = weights
+      self._inbox.weights[weights.version.step] = weights
       self.changed.notify_all()
 
   def fail(self, error: BaseException) -> None:
@@ -167,7 +173,7 @@ class EngineLoop:
 
   # The engine's thread.
 
-  def _run(self, mesh: Any) -> None:
+  def _run(self, mesh: Mesh | None) -> None:
     try:
       with mesh_lib.use_mesh(mesh):
         while self._once():
@@ -226,7 +232,7 @@ class EngineLoop:
       _log.warning("%s; what has not ended is sampled again", error)
       with self.changed:
         weights = self._weights
-        self._inbox.offered.setdefault(weights.version.step, weights)
+        self._inbox.weights.setdefault(weights.version.step, weights)
       self._weights = None
 
   def _apply(self, decision: Decision) -> None:
@@ -251,8 +257,8 @@ class EngineLoop:
     self._load(weights)
     if not is_first:
       with self.changed:
-        self._inbox.asked.clear()
-        self._inbox.ended.clear()
+        self._inbox.draws.clear()
+        self._inbox.ends.clear()
         self._on_start()
 
   def _load(self, weights: Weights) -> None:
@@ -260,12 +266,12 @@ class EngineLoop:
     self._weights = weights
     self._stream.load(weights)
 
-  def _draw(self, asked: GroupDraws) -> None:
+  def _draw(self, request: GroupDraws) -> None:
     assert self._stream is not None
-    numbers = [next(self._numbers) for _ in asked.draws]
-    for number, draw in zip(numbers, asked.draws):
-      self._drawing[number] = asked.client, draw.episode
-    self._stream.submit(list(map(asked.client.in_stream, asked.draws, numbers)))
+    numbers = [next(self._numbers) for _ in request.draws]
+    for number, draw in zip(numbers, request.draws):
+      self._drawing[number] = request.client, draw.episode
+    self._stream.submit(list(map(request.client.in_stream, request.draws, numbers)))
 
   def _launch(self) -> None:
     assert self._stream is not None

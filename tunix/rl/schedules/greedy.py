@@ -28,10 +28,11 @@ import time
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from tunix.models import calling
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.experience.experience import check_same_prompts
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
@@ -116,16 +117,16 @@ class Greedy(Ahead):
     self._check_first_weights()
     super().begin()
     for job in self._jobs:  # an end may have been written while the threads ended
-      job.read_ended(self._journal)
+      job.read_ends(self._journal)
 
   def _check_first_weights(self) -> None:
     """Refuses the journal of another model; a checkpoint has a stamp of its own."""
-    known = None if self._journal is None else self._journal.first_stamp
+    first = None if self._journal is None else self._journal.first_stamp
     stamp = self._cluster.version.stamp
-    if known not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
+    if first not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
       raise JournalError(
         f"{self._journal and self._journal.folder} belongs to a run that began with "
-        f"other weights (stamp {known}, and these have {stamp}): use the model of that "
+        f"other weights (stamp {first}, and these have {stamp}): use the model of that "
         "run, or another folder"
       )
 
@@ -134,7 +135,7 @@ class Greedy(Ahead):
     return self._read(Job.of_prompts(batch, number))
 
   def _read(self, job: Job) -> Job:
-    job.read_ended(self._journal)
+    job.read_ends(self._journal)
     return job
 
   def _start(self, new: list[Job]) -> None:
@@ -238,8 +239,8 @@ class Greedy(Ahead):
     A replay has one size for all of them, and the size changes the last bits of
     log-probabilities. The last batch of the data may be smaller.
     """
-    ended = {} if self._journal is None else self._journal.ended
-    size = sum(batch == 0 for batch, _ in ended)
+    groups = {} if self._journal is None else self._journal.ends
+    size = sum(batch == 0 for batch, _ in groups)
     job = self._jobs[0]
     own = max(1, len(job.mine))
     return (size or own) if job.number else own
@@ -311,10 +312,10 @@ class Greedy(Ahead):
     self._threads.append(thread)
     thread.start()
 
-  def _take(self, ended: GroupEnd) -> None:
+  def _take(self, end: GroupEnd) -> None:
     for job in self._jobs:
-      if job.number == ended.client.group[0]:
-        job.take(ended)
+      if job.number == end.client.group[0]:
+        job.take(end)
 
   def _abandon(self) -> None:
     for job in {id(job): job for job in [*self._jobs, *self._kept]}.values():
@@ -330,14 +331,14 @@ class Greedy(Ahead):
   # The thread of a group.
 
   def _run_group(
-    self, batch: PromptBatch, client: GroupClient, loop: EngineLoop, mesh: Any
+    self, batch: PromptBatch, client: GroupClient, loop: EngineLoop, mesh: Mesh | None
   ) -> None:
     try:
       with mesh_lib.use_mesh(mesh):
         rollouts = self._experience.group(batch, client, client.phases)
       content, offset = None, 0
       if self._journal is not None or self._replayed is not None:
-        content = json.loads(json.dumps(saved_rollouts.to_json(rollouts)))
+        content = json.loads(json.dumps(rollout_codec.to_json(rollouts)))
       if client.is_abandoned:
         return
       if self._journal is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.rl import common
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.schedules.decisions import GroupClient, GroupEnd
@@ -23,10 +23,10 @@ from tunix.utils import coordination
 def admissible(lag: int, step: int, size: int) -> int:
   """Returns how many prompts may have started: (S + step) * B.
 
-  The rule of AReaL (Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement
-  Learning System for Language Reasoning", 2025), where prompts that are trained, wait
-  or run all count. As batches are trained in order, no token of the batch of a step is
-  older than S steps.
+  This is the rule of AReaL (Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement
+  Learning System for Language Reasoning", 2025). It counts all prompts that run, wait
+  for training, or were trained. Batches are trained in order, so no token of the batch
+  of a step is older than S steps.
 
   Args:
     lag: S, the largest age of a token in steps.
@@ -40,13 +40,14 @@ def admissible(lag: int, step: int, size: int) -> int:
 class Part:
   """Sampled rollouts with their rewards.
 
-  Environments are neither in a checkpoint nor in a journal, so that none is kept here.
+  The episodes lose their environments here, because neither a checkpoint nor a journal
+  can store an environment.
 
   Attributes:
     rollouts: the rollouts.
-    phases: the seconds that they took.
+    phases: seconds that each phase of their sampling took.
     measured: their metrics.
-    ended_at: time of their end; 0: in an earlier process.
+    ended_at: monotonic time at which they ended; 0 if the time is not known.
   """
 
   rollouts: Rollouts
@@ -65,14 +66,14 @@ class Job:
 
   Attributes:
     batch: the prompts.
-    number: batches that are trained on before it.
-    mine: parts that this process samples.
+    number: number of batches that are trained on before it.
+    mine: indices of the parts that this process samples.
     parts: rollouts of each prompt, or of the whole batch; None until they are complete.
     mode: see `Schedule.rollouts`.
-    weights: the weights to sample with, where they are fixed; None when they are not
-      needed again.
-    error: the reason why a part is not sampled.
-    clients: those of the prompts that were started and have not ended.
+    weights: the weights to sample with, if the schedule fixes them; None once the job
+      no longer needs them.
+    error: the error that ended the sampling of a part; None if there is none.
+    clients: clients of the groups that have started and not ended, by prompt.
   """
 
   batch: PromptBatch
@@ -103,7 +104,7 @@ class Job:
 
   @property
   def missing(self) -> list[int]:
-    """Parts of this process that are not complete."""
+    """Indices of the parts of this process that are not complete."""
     return [i for i in self.mine if self.parts[i] is None]
 
   @property
@@ -117,14 +118,14 @@ class Job:
     """The rollouts of all parts, which are complete."""
     return common.joined([part.rollouts for part in self.parts if part is not None])
 
-  def take(self, ended: GroupEnd) -> None:
+  def take(self, end: GroupEnd) -> None:
     """Stores the part of a group that has ended."""
-    _, prompt = ended.client.group
-    part = Part(ended.rollouts, ended.client.phases, ended_at=time.monotonic())
+    _, prompt = end.client.group
+    part = Part(end.rollouts, end.client.phases, ended_at=time.monotonic())
     self.parts[prompt] = part
     self.clients.pop(prompt, None)
 
-  def read_ended(self, journal: Journal | None) -> None:
+  def read_ends(self, journal: Journal | None) -> None:
     """Reads the groups that ended in an earlier process.
 
     Raises:
@@ -134,9 +135,9 @@ class Job:
     if journal is None:
       return
     for prompt in self.missing:
-      if (self.number, prompt) not in journal.ended:
+      if (self.number, prompt) not in journal.ends:
         continue
-      rollouts = saved_rollouts.from_json(journal.content((self.number, prompt)))
+      rollouts = rollout_codec.from_json(journal.content((self.number, prompt)))
       if str(rollouts.batch.prompts) != str([self.batch.prompts[prompt]]):
         raise JournalError(
           f"{journal.folder} has other data for prompt {prompt} of batch "
@@ -147,17 +148,17 @@ class Job:
   def share(self) -> list[Any]:
     """Returns the groups of this process, which are complete, as JSON."""
     return [
-      saved_rollouts.to_json(part.rollouts)
+      rollout_codec.to_json(part.rollouts)
       for part in self.parts[self.mine.start : self.mine.stop]
       if part is not None
     ]
 
   def take_shares(self, shares: Sequence[Sequence[Any]]) -> None:
-    """Stores the groups of the other processes: one `share` of each of all."""
+    """Stores the groups of the other processes; `shares` has one per process."""
     groups = [group for share in shares for group in share]
     for prompt, group in enumerate(groups):
       if prompt not in self.mine:
-        self.parts[prompt] = Part(saved_rollouts.from_json(group))
+        self.parts[prompt] = Part(rollout_codec.from_json(group))
 
   def to_json(self) -> dict[str, Any]:
     """Returns the prompts; their rollouts are in the journal.

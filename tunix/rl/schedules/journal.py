@@ -50,7 +50,7 @@ class Journal:
 
   Attributes:
     decisions: the decisions of earlier processes.
-    ended: digest and offset of the groups that have ended.
+    ends: digest and offset of the groups that have ended.
     first_stamp: content stamp of the run's first weights; None: not known yet.
   """
 
@@ -60,13 +60,13 @@ class Journal:
     self._episodes = RecordFile(folder / EPISODES, reads=reads)
     self._storing = threading.Lock()
     self.decisions: list[Any] = [json.loads(x) for x in self._file.records()]
-    self.ended: dict[Group, tuple[str, int]] = {}
+    self.ends: dict[Group, tuple[str, int]] = {}
     starts = [x for x in self.decisions if x[0] == "start"]
     self.first_stamp: str | None = starts[0][2] if starts else None
     for record in self.decisions:
       if record[0] == "end":
         _, _, batch, group, digest, offset = record
-        self.ended[batch, group] = digest, offset
+        self.ends[batch, group] = digest, offset
 
   def check(self, settings: dict[str, Any]) -> None:
     """Writes the settings of a new journal, or compares them with those of an old one.
@@ -92,7 +92,7 @@ class Journal:
     """Writes a decision."""
     self._file.append(_packed(record))
 
-  def store(self, content: Any) -> int:
+  def store(self, content: object) -> int:
     """Writes the content of a group; returns its offset for `end`."""
     with self._storing:
       return self._episodes.append(_packed(content))
@@ -100,7 +100,7 @@ class Journal:
   def end(self, launch: int, group: Group, digest: str, offset: int) -> None:
     """Marks a stored group as ended: no later process samples it again."""
     self.add("end", launch, *group, digest, offset)
-    self.ended[group] = digest, offset
+    self.ends[group] = digest, offset
 
   def content(self, group: Group) -> Any:
     """Returns the stored content of a group.
@@ -108,7 +108,7 @@ class Journal:
     Raises:
       RecordError: the content is damaged.
     """
-    return json.loads(self._episodes.at(self.ended[group][1]))
+    return json.loads(self._episodes.at(self.ends[group][1]))
 
   def sync(self) -> None:
     """Makes the records survive a loss of power."""
@@ -132,8 +132,8 @@ def folder_of(base: pathlib.Path) -> pathlib.Path:
       other way round. `Journal.check` compares how many.
   """
   several = jax.process_count() > 1
-  found = base / DECISIONS if several else base / f"{_PROCESS}0"
-  if found.exists():
+  folder = base / DECISIONS if several else base / f"{_PROCESS}0"
+  if folder.exists():
     counts = ["1 process", "several"]
     raise JournalError(
       f"{base} belongs to a run with {counts[not several]}, and this run has "
@@ -143,11 +143,11 @@ def folder_of(base: pathlib.Path) -> pathlib.Path:
   return base / f"{_PROCESS}{jax.process_index()}" if several else base
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: object) -> bytes:
   return json.dumps(value, separators=(",", ":")).encode()
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
   """Returns 16 hexadecimal digits that depend on each byte of a JSON value."""
   text = json.dumps(value, sort_keys=True, separators=(",", ":"))
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

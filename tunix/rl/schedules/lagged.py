@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tunix.rl.common import Rollouts
-from tunix.rl.experience import saved_rollouts
+from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.schedules.jobs import Job, Part
@@ -50,8 +50,8 @@ class Lagged(Ahead):
   def begin(self) -> None:
     super().begin()
     with self._changed:
-      kept = [(job, mesh) for job, mesh in self._queue if job in self._kept]
-      self._queue = collections.deque(kept)
+      queue = [(job, mesh) for job, mesh in self._queue if job in self._kept]
+      self._queue = collections.deque(queue)
     for job in self._jobs:
       if job.error is not None:  # its weights are kept, so it may be tried again
         job.error = None
@@ -111,7 +111,7 @@ class Lagged(Ahead):
     return [
       {
         "number": job.number,
-        "rollouts": saved_rollouts.to_json(part.rollouts),
+        "rollouts": rollout_codec.to_json(part.rollouts),
         "measured": [{k: list(v) for k, v in x.items()} for x in part.measured],
         "seconds": part.phases.seconds,
       }
@@ -121,7 +121,7 @@ class Lagged(Ahead):
     ]
 
   def _from_json(self, saved: Any) -> Job:
-    rollouts = saved_rollouts.from_json(saved["rollouts"])
+    rollouts = rollout_codec.from_json(saved["rollouts"])
     measured = [{n: Mean(*mean) for n, mean in x.items()} for x in saved["measured"]]
     part = Part(rollouts, measured=measured)
     part.phases.seconds = dict(saved["seconds"])

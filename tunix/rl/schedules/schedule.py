@@ -1,13 +1,15 @@
-"""The order of sampling and training: `Schedule`, and `Ahead` of the updates.
+"""The order in which a learner samples batches and trains on them.
 
-    sync       sample 0 | train 0 | sample 1 | train 1 | ...
-    lagged 1   sample 0 | train 0, and sample 1 meanwhile | train 1, and sample 2 | ...
-    greedy 1   sample 0 and 1 | train 0, and sample 1 and 2 meanwhile | ...
+    sync             sample 0 | train 0 | sample 1 | train 1 | ...
+    lagged, lag 1    sample 0 | train 0 and sample 1 | train 1 and sample 2 | ...
+    greedy, lag 1    sample 0 and 1 | train 0 and sample 1 and 2 | ...
 
-All three take the batches of the data in their order and train on each of them once.
-With lag S, prompts of batches t to t + S may be sampled while batch t is waited for.
-How they are sampled is in lagged.py (whole batches, fixed weights) and in greedy.py
-(single prompts, new weights meanwhile).
+All three take the batches in the order of the data and train on each batch once. With
+lag S, prompts of batches t to t + S may be sampled while the learner waits for batch t.
+
+`Schedule` is the schedule `sync`. `Ahead` is the base class of the other two: `Lagged`
+samples whole batches, each with fixed weights, and `Greedy` samples single prompts and
+takes new weights between two launches.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.schedules.jobs import Job, admissible
 from tunix.sft.metrics_logger import Mode
 
-_LOOK_S = 1.0  # between two looks at what samples
+_LOOK_S = 1.0  # seconds between two checks that the sampling still makes progress
 
 
 class Schedule:
@@ -50,7 +52,7 @@ class Schedule:
 
     Args:
       source: draws the prompts.
-      number: batches of rollouts that were trained on before.
+      number: number of batches of rollouts that were trained on before.
     """
     del number
     return source.take()
@@ -60,8 +62,8 @@ class Schedule:
 
     Args:
       batch: in training, the result of `next`.
-      mode: in evaluations, the current weights sample.
-      number: batches of rollouts that were trained on before.
+      mode: training or evaluation. Evaluations always use the current weights.
+      number: number of batches of rollouts that were trained on before.
     """
     return self._experience.rollouts(batch, mode, number, self._shape_rewards)
 
@@ -69,12 +71,12 @@ class Schedule:
     """Marks the batch of the last `next` as trained."""
 
   def end(self) -> None:
-    """Completes a call of `train`: the engine then has the current weights."""
+    """Completes a call of `train`, and gives the engine the current weights."""
 
   def to_json(self) -> list[Any] | None:
     """Returns the batches that are sampled and not yet trained on.
 
-    Returns: None if they could not be sampled; the run cannot be saved then.
+    Returns: None if a batch could not be sampled. The run cannot be saved then.
     """
     return []
 
@@ -83,21 +85,22 @@ class Schedule:
     del saved
 
   def close(self) -> None:
-    """Ends the sampling."""
+    """Stops the sampling."""
 
 
 class Ahead(Schedule):
   """Samples up to `lag` batches ahead of the updates.
 
-  The learner's thread calls all methods. What samples runs in other threads; it writes
-  the results of jobs while it holds `_changed`, and notifies.
+  The learner's thread calls all methods. Sampling runs in other threads. They store the
+  results of jobs while they hold the condition `_changed`, and then notify it.
 
   Args:
     cluster: the models.
     experience: samples and computes rewards.
     shape_rewards: see `Experience.rollouts`.
     lag: the lag S, at least 1.
-    timeout_s: seconds in which nothing may happen.
+    timeout_s: maximum number of seconds without progress of the sampling. A longer wait
+      for a job raises TimeoutError.
   """
 
   name: ClassVar[str]
@@ -115,37 +118,37 @@ class Ahead(Schedule):
     self._cluster, self._lag, self._timeout_s = cluster, lag, timeout_s
     self._changed = threading.Condition()
     self._jobs: list[Job] = []  # not yet trained on, in the order of training
-    self._kept: list[Job] = []  # the same after the last `commit`
+    self._kept: list[Job] = []  # `_jobs` as of the last `commit`
     self._is_waiting = False  # the learner needs a job
     self._is_stuck = False  # a job has taken longer than `timeout_s`
 
-  # Written by subclasses.
+  # Subclasses define these methods.
 
   @abc.abstractmethod
   def _job(self, batch: PromptBatch, number: int) -> Job:
-    """Returns the job of a batch of training."""
+    """Returns the job that samples a training batch."""
 
   @abc.abstractmethod
   def _start(self, new: list[Job]) -> None:
-    """Starts the sampling of new jobs, which are the last of `_jobs`."""
+    """Starts to sample the new jobs, which are at the end of `_jobs`."""
 
   @abc.abstractmethod
   def _last_move(self, job: Job) -> float:
-    """Returns the time at which something moved last; raises if a job cannot end."""
+    """Returns the monotonic time of the last progress; raises if `job` cannot end."""
 
   @abc.abstractmethod
   def _result(self, job: Job) -> Rollouts:
-    """Returns the rollouts of a job that has ended, and counts its times."""
+    """Returns the rollouts of a complete job, and records its metrics and times."""
 
   @abc.abstractmethod
   def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
-    """Returns rollouts of an evaluation, sampled by the current weights."""
+    """Returns rollouts of an evaluation, sampled with the current weights."""
 
   @abc.abstractmethod
   def _from_json(self, saved: Any) -> Job:
-    """Restores a job of `to_json`."""
+    """Restores a job from an element of the result of `to_json`."""
 
-  # The same for all.
+  # Subclasses share these methods.
 
   def begin(self) -> None:
     self._is_stuck = False
@@ -156,7 +159,7 @@ class Ahead(Schedule):
 
   def next(self, source: PromptSource, number: int) -> PromptBatch | None:
     new: list[Job] = []
-    # In batches, the rule allows lag + number + 1 of them, of which `number` are gone.
+    # The rule lets lag + number + 1 batches start, and `number` of them are trained.
     most = admissible(self._lag, number + 1, 1) - number
     while len(self._jobs) < most and (batch := source.take()) is not None:
       job = self._job(batch, number + len(self._jobs))
@@ -181,7 +184,7 @@ class Ahead(Schedule):
     return self._result(job)
 
   def _complete(self, job: Job) -> None:
-    """Waits until a job has all its rollouts; raises the error that it ended with."""
+    """Waits until a job has all its rollouts; raises the job's error if it failed."""
     self._wait(job)
     if job.error is not None:
       raise job.error
@@ -200,8 +203,8 @@ class Ahead(Schedule):
     """Waits until this process has its parts of a job, or the job has an error.
 
     Raises:
-      RuntimeError: what samples has ended without it.
-      TimeoutError: nothing has moved for `timeout_s`.
+      RuntimeError: the threads that sample ended before the job was complete.
+      TimeoutError: the sampling made no progress for `timeout_s`.
     """
     began = time.monotonic()
     with self._changed:
@@ -225,9 +228,9 @@ class Ahead(Schedule):
 
 
 def not_sampled(batch: PromptBatch, schedule: str) -> RuntimeError:
-  """Returns the error of an algorithm that asks for another batch than its own."""
+  """Returns the error for an algorithm that requests rollouts of a wrong batch."""
   return RuntimeError(
-    f"rollouts of batch {batch.number} were asked for, which is not the batch that was "
-    f'sampled for this step: with schedule "{schedule}" an algorithm asks once for the '
-    "rollouts of the batch that it was given. Set the schedule to sync"
+    f"the algorithm requests rollouts of batch {batch.number}, which is not the batch "
+    f'that was sampled for this step. With schedule "{schedule}" it can request only '
+    "the batch that it was given, and only once. Set the schedule to sync"
   )

@@ -1,1 +1,1 @@
-"""Weights from trainer to sampler: placement, resharding, synchronization."""
+"""Weights from trainer to sampler: placement, copies, resharding, versions."""

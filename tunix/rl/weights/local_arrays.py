@@ -20,7 +20,7 @@ from tunix.utils import coordination, mesh as mesh_lib
 _PROCESS = "_process"  # axis over the processes in the layout of the copy
 
 
-def is_spread(x: Any, target: Sharding) -> bool:
+def is_spread(x: object, target: Sharding) -> bool:
   """Returns True if `x` is on several processes and the target on this one only."""
   spread = isinstance(x, jax.Array) and not x.is_fully_addressable
   return spread and target.is_fully_addressable
@@ -40,7 +40,7 @@ def localized(x: jax.Array, target: Sharding) -> jax.Array:
   Raises:
     TypeError: one of the shardings has no mesh.
   """
-  mesh, local = getattr(x.sharding, "mesh", None), getattr(target, "mesh", None)
+  mesh, local = mesh_lib.of_sharding(x), mesh_lib.of_sharding(target)
   if not (isinstance(mesh, Mesh) and isinstance(local, Mesh)):
     raise TypeError(
       f"the shardings are {x.sharding} and {target}; expected NamedShardings on meshes "
@@ -51,9 +51,9 @@ def localized(x: jax.Array, target: Sharding) -> jax.Array:
   where: Any = layout.mesh
   with mesh_lib.use_mesh(where):
     copy = _copied(layout)(x)
-  kept = {shard.device: shard.data for shard in copy.addressable_shards}
+  by_device = {shard.device: shard.data for shard in copy.addressable_shards}
   exact = NamedSharding(local, PartitionSpec()) if wide is None else target
-  parts = [kept[device] for device in local.devices.flat]
+  parts = [by_device[device] for device in local.devices.flat]
   out = jax.make_array_from_single_device_arrays(x.shape, exact, parts)
   if wide is None:
     out = jax.device_put(out, target)

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from tunix.models import backbone, lora
 from tunix.models.adapters import lora_modules
 from tunix.models.transformer.model import Transformer
+from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.rl.weights.reshard import laid_out, landed, reshard_pytree
-from tunix.rl.weights.weight_sync import PolicyVersion
 from tunix.sft.checkpoints import stamp
 from tunix.sft.steps.module_state import trained_kind
 from tunix.utils import tree
@@ -84,7 +84,7 @@ def check_devices(meshes: Mapping[str, Mesh]) -> None:
       )
 
 
-def offload(model: Any) -> Any:
+def offload(model: nnx.Module) -> Any:
   """Moves the parameters of a module to host memory, in place, until `onload`.
 
   The parameters go to pinned host memory if the backend has it, else to unpinned host
@@ -111,7 +111,7 @@ def offload(model: Any) -> Any:
   return model
 
 
-def onload(model: Any) -> Any:
+def onload(model: nnx.Module) -> Any:
   """Moves the parameters of an offloaded module back to the devices, in place.
 
   Bits, devices and shardings are the same as before `offload`. Parameters that are on
@@ -242,7 +242,7 @@ def sent(source: Any, target: Any) -> dict[str, jax.Array]:
   return arrays | moved
 
 
-def put(model: Any, arrays: Mapping[str, jax.Array]) -> None:
+def put(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
   """Gives a model the parameters that `sent` returned, in place."""
   variables = _by_path(model)
   for path, value in arrays.items():

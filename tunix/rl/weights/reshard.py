@@ -145,7 +145,7 @@ def laid_out(x: jax.Array, target: Sharding) -> jax.Array:
 
 
 def _one(
-  x: Any, source: Sharding | None, target: Sharding, move: Move, donate: bool
+  x: object, source: Sharding | None, target: Sharding, move: Move, donate: bool
 ) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):  # a plan moves nothing
     return x.update(sharding=target)
@@ -197,7 +197,7 @@ def _move(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 def _mesh_of(sharding: Sharding) -> Mesh:
   """Returns the mesh of a sharding; a mesh of one device if it has none."""
-  mesh = getattr(sharding, "mesh", None)
+  mesh = mesh_lib.of_sharding(sharding)
   return (
     Mesh(np.array(list(sharding.device_set)), ("device",)) if mesh is None else mesh
   )

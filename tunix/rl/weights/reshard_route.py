@@ -76,7 +76,7 @@ def order(sharding: Sharding) -> tuple[Any, ...] | None:
 
   A compiled program changes the layout only if these devices and their order are equal.
   """
-  mesh = getattr(sharding, "mesh", None)
+  mesh = mesh_lib.of_sharding(sharding)
   return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
 
@@ -120,23 +120,23 @@ def _intermediate(
   }
   spec: list[Any] = []
   for entry, count in zip(sharding.spec, counts):
-    kept = []
+    axes = []
     # `count` is the number of shards that this axis and the axes after it must give.
     for name in axis_names(entry):
       size = sharding.mesh.shape[name]
       if count % size == 0:
-        kept.append(name)
+        axes.append(name)
         count //= size
       elif size % count == 0:
         if count > 1:
-          kept.append(name + _SPLIT)
+          axes.append(name + _SPLIT)
           sizes[name] = (count, size // count)
         count = 1
       else:
         return None
     if count > 1:
       return None
-    spec.append(tuple(kept) or None)
+    spec.append(tuple(axes) or None)
   names, shape = [], []
   for name, parts in sizes.items():
     names += [name] if len(parts) == 1 else [name + _SPLIT, name + _REPLICA]

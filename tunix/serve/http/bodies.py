@@ -10,6 +10,11 @@ from typing import Any
 
 from tunix.serve.http.errors import bad
 
+# The three arguments of an ASGI application.
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
@@ -97,7 +102,7 @@ LAST_EVENT = b"data: [DONE]\n\n"
 _LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in "\u0085\u2028\u2029"}
 
 
-def event(content: Any) -> bytes:
+def event(content: object) -> bytes:
   """Returns one server-sent event, which is one line of text."""
   data = to_json(content)
   for character, escape in _LINE_ENDS.items():
@@ -105,7 +110,7 @@ def event(content: Any) -> bytes:
   return b"data: " + data + b"\n\n"
 
 
-def to_json(content: Any) -> bytes:
+def to_json(content: object) -> bytes:
   """Writes JSON; NaN and infinity, which JSON does not have, are errors here."""
   text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
   # Half of a surrogate pair, which a template or a client may have put into a text.

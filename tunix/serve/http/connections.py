@@ -16,7 +16,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
-from tunix.serve.http.bodies import Answer
+from tunix.serve.http.bodies import Answer, Receive, Scope, Send
 from tunix.serve.http.errors import ApiError
 from tunix.serve.http.guard import PROBES
 from tunix.serve.settings import HttpSettings
@@ -123,7 +123,7 @@ def bounded(app: Any, connections: Connections, address: str | None) -> Any:
   Probes are answered always.
   """
 
-  async def answer(scope: Any, receive: Any, send: Any) -> None:
+  async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     problem = connections.problem(address)
     if problem is not None and scope["path"] not in PROBES:
       await _refuse(problem, send)
@@ -134,7 +134,7 @@ def bounded(app: Any, connections: Connections, address: str | None) -> Any:
   return answer
 
 
-async def _refuse(problem: ApiError, send: Any) -> None:
+async def _refuse(problem: ApiError, send: Send) -> None:
   data = Answer(content=problem.body()).data()
   headers = {
     "content-type": "application/json",
@@ -169,7 +169,7 @@ def protocol(settings: HttpSettings) -> Any:
       self.app = self._answer
       self._watch(is_reading=True)
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
       cycle = self.cycle
       await self._bounded(scope, receive, send)
       if not cycle.response_complete:

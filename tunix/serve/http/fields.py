@@ -37,7 +37,7 @@ class Fields:
     """Returns the name of a field for messages."""
     return f"{self._prefix}{field}"
 
-  def raw(self, field: str, default: Any = None) -> Any:
+  def raw(self, field: str, default: object = None) -> Any:
     """Takes a field of any type."""
     return self._left.pop(field, default)
 
@@ -50,7 +50,7 @@ class Fields:
     value = self.raw(field, default)
     return value if isinstance(value, bool) else self._refuse(field, value, "a boolean")
 
-  def text(self, field: str, default: Any = None) -> Any:
+  def text(self, field: str, default: object = None) -> Any:
     """Takes a string."""
     value = self.raw(field, default)
     if value is default or isinstance(value, str):
@@ -58,7 +58,7 @@ class Fields:
     return self._refuse(field, value, "a string")
 
   def whole(
-    self, field: str, default: Any = None, low: int = 0, high: int = 2**31 - 1
+    self, field: str, default: object = None, low: int = 0, high: int = 2**31 - 1
   ) -> Any:
     """Takes an integer from `low` to `high`."""
     value = self.raw(field, default)
@@ -67,7 +67,7 @@ class Fields:
     return self._refuse(field, value, f"an integer from {low} to {high}")
 
   def number(
-    self, field: str, default: Any = None, low: float = 0, high: float = math.inf
+    self, field: str, default: object = None, low: float = 0, high: float = math.inf
   ) -> Any:
     """Takes a number from `low` to `high`."""
     value = self.raw(field, default)
@@ -133,37 +133,37 @@ class Fields:
       )
     self.ignored += [self.name(x) for x in sorted(self._left)]
 
-  def _refuse(self, field: str, value: Any, expected: str) -> Any:
+  def _refuse(self, field: str, value: object, expected: str) -> Any:
     name = self.name(field)
     raise bad(name, f"{name} is {shown(value)}, expected {expected}", "invalid_value")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
   """Returns True for an integer; booleans are none."""
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_ids(value: Any) -> bool:
+def is_ids(value: object) -> bool:
   """Returns True for a list of integers from 0 to the largest int32."""
   return isinstance(value, list) and all(
     is_whole(item) and 0 <= item < 2**31 for item in value
   )
 
 
-def shown(value: Any, most: int = 200) -> str:
+def shown(value: object, most: int = 200) -> str:
   """Returns a value as short text for a message."""
   text = "".join(_pieces(value, most + 1))
   return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _pieces(value: Any, most: int) -> Iterator[str]:
+def _pieces(value: object, most: int) -> Iterator[str]:
   # Cuts a list first: writing out a million ids takes 50 ms.
   if isinstance(value, list | str) and len(value) > most:
     value = value[:most]
   yield repr(value)[: most + 1]
 
 
-def _kinds(value: Any) -> tuple[type, ...]:
+def _kinds(value: object) -> tuple[type, ...]:
   return (bool,) if isinstance(value, bool) else (int, float, type(value))
 
 

@@ -54,10 +54,10 @@ def check(
     return None
   if path in OPEN_PATHS:
     return None
-  given = given_key(headers)
-  if settings.api_key is not None and _is_same(given, settings.api_key):
+  key = given_key(headers)
+  if settings.api_key is not None and _is_same(key, settings.api_key):
     return None
-  tenant = tenant_of_key(tenants or {}, given)
+  tenant = tenant_of_key(tenants or {}, key)
   if tenant is None:
     raise wrong_key("send the header Authorization: Bearer KEY")
   if path not in _TENANT_PATHS and not path.startswith(_MODEL_PATHS):
@@ -72,18 +72,18 @@ def check(
 
 def given_key(headers: Mapping[str, str]) -> str:
   """Returns the key of a request, from X-API-Key or Authorization; empty for none."""
-  given = headers.get("x-api-key", "").strip()
-  if given:
-    return given
-  scheme, _, given = headers.get("authorization", "").partition(" ")
-  return given.strip() if scheme.lower() == "bearer" else ""
+  key = headers.get("x-api-key", "").strip()
+  if key:
+    return key
+  scheme, _, key = headers.get("authorization", "").partition(" ")
+  return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def tenant_of_key(tenants: Mapping[str, str], given: str) -> str | None:
   """Returns the name of the tenant that has a key; None if nobody has it."""
   # All keys are compared: the time must not tell which one matched.
-  found = [name for name, key in tenants.items() if _is_same(given, key)]
-  return found[0] if found else None
+  names = [name for name, key in tenants.items() if _is_same(given, key)]
+  return names[0] if names else None
 
 
 def wrong_key(remedy: str) -> ApiError:
@@ -96,8 +96,8 @@ def wrong_key(remedy: str) -> ApiError:
   )
 
 
-def _is_same(given: str, key: str) -> bool:
-  return hmac.compare_digest(given.encode(), key.encode())
+def _is_same(candidate: str, key: str) -> bool:
+  return hmac.compare_digest(candidate.encode(), key.encode())
 
 
 def _check_page(settings: HttpSettings, headers: Mapping[str, str]) -> None:

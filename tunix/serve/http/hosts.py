@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
-from tunix.generate.engine import prefix_index
-from tunix.generate.engine.prefix_index import Digest, PrefixIndex
+from tunix.generate.engine import prefix_routing
+from tunix.generate.engine.prefix_routing import Digest, PrefixIndex
 from tunix.serve.http.bodies import to_json
 from tunix.serve.settings import RouteSettings
 from tunix.utils import optional
@@ -121,7 +121,7 @@ class Hosts:
     loads = {host.number: host.running for host in able}
     lengths = self._index.lengths(digests, loads)
     most = min(loads.values()) + self._settings.max_lead
-    return self._hosts[prefix_index.choose(lengths, loads, most)]
+    return self._hosts[prefix_routing.choose(lengths, loads, most)]
 
   def record(self, digests: Sequence[Digest], host: Host) -> None:
     """Records that a host receives a prompt."""
@@ -184,4 +184,4 @@ def digests_of(path: str, body: dict[str, Any]) -> list[Digest]:
   data = to_json(prompt)[:-1][: _BLOCK * _MOST_BLOCKS]
   whole = len(data) // _BLOCK
   blocks = (data[n * _BLOCK : (n + 1) * _BLOCK] for n in range(whole))
-  return prefix_index.chained(to_json([path, body.get("model")]), blocks)
+  return prefix_routing.chained(to_json([path, body.get("model")]), blocks)

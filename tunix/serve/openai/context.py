@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import Constraint
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -73,7 +75,7 @@ class Context:
 
   def __init__(
     self,
-    driver: Any,
+    driver: Driver | Replicas,
     settings: ServeSettings,
     grammars: Grammars | None = None,
     load_model: LoadModel | None = None,
@@ -229,16 +231,16 @@ class Context:
         "context_length_exceeded",
       )
     left = limit - len(prompt)
-    wanted = max(1, left) if max_tokens is None else max_tokens
-    if wanted > left:
+    size = max(1, left) if max_tokens is None else max_tokens
+    if size > left:
       raise bad(
         "max_tokens",
-        f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}: the maximum "
+        f"the prompt has {len(prompt)} tokens and max_tokens is {size}: the maximum "
         f"context length of this server is {limit} tokens (--max_tokens). Shorten the "
         "prompt, or ask for fewer tokens",
         "context_length_exceeded",
       )
-    return wanted
+    return size
 
 
 def new_id(prefix: str) -> str:

@@ -181,14 +181,14 @@ def prompt_form(scored: Scored, texts: TokenTexts) -> list[dict[str, Any] | None
     if logprob is None:
       form.append(None)
       continue
-    known: dict[int, tuple[float, int | None]] = {
+    entries: dict[int, tuple[float, int | None]] = {
       i: (x, rank) for rank, (i, x) in enumerate(row, 1)
     }
-    known.setdefault(token, (logprob, None))
+    entries.setdefault(token, (logprob, None))
     form.append(
       {
         str(i): {"logprob": x, "rank": rank, "decoded_token": texts.text(i)}
-        for i, (x, rank) in known.items()
+        for i, (x, rank) in entries.items()
       }
     )
   return form

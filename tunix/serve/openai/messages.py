@@ -27,7 +27,7 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
   return messages
 
 
-def _check_message(message: Any, name: str) -> None:
+def _check_message(message: object, name: str) -> None:
   if not isinstance(message, dict):
     raise bad(name, f"{name} is {shown(message)}, expected an object")
   role = message.get("role")
@@ -41,7 +41,7 @@ def _check_message(message: Any, name: str) -> None:
     raise bad(f"{name}.content", f"{name}.content is missing")
 
 
-def _check_content(content: Any, name: str) -> None:
+def _check_content(content: object, name: str) -> None:
   if not isinstance(content, str | list | None):
     raise bad(name, f"{name} is {shown(content)}, expected a text or a list of parts")
   for i, part in enumerate(content if isinstance(content, list) else []):

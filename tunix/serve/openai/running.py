@@ -13,8 +13,9 @@ import dataclasses
 import queue
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.tokens import Completion, Delta, joined
 from tunix.serve.http.errors import ApiError, bad, shutting_down
@@ -43,7 +44,9 @@ class Run:
     tickets: the tickets, in the order of the requests.
   """
 
-  def __init__(self, driver: Any, requests: Sequence[EngineRequest], streams: bool):
+  def __init__(
+    self, driver: Driver | Replicas, requests: Sequence[EngineRequest], streams: bool
+  ):
     """Submits the requests.
 
     Args:
@@ -163,7 +166,7 @@ class DrainDeadline:
   at: float | None = None
 
 
-def check_alive(driver: Any) -> None:
+def check_alive(driver: Driver | Replicas) -> None:
   """Raises EngineDead if the engine does not run."""
   if driver.failure is not None:
     raise EngineDead(f"the engine failed: {driver.failure}") from driver.failure

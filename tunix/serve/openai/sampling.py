@@ -145,14 +145,14 @@ def _read_stop_ids(fields: Fields, context: Context) -> tuple[int, ...] | None:
 
 
 def _read_bias(fields: Fields) -> dict[int, float]:
-  bias, given = {}, fields.object("logit_bias")
-  if len(given) > arrays.BIASES:
+  bias, biases = {}, fields.object("logit_bias")
+  if len(biases) > arrays.BIASES:
     raise bad(
       "logit_bias",
-      f"logit_bias has {len(given)} ids, expected at most {arrays.BIASES}",
+      f"logit_bias has {len(biases)} ids, expected at most {arrays.BIASES}",
       "invalid_value",
     )
-  for key, value in given.items():
+  for key, value in biases.items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_id = key.isascii() and key.isdigit() and len(key) < 11
     if not (is_id and is_number and -100 <= value <= 100):
@@ -173,14 +173,14 @@ def read_constraint(fields: Fields, context: Context) -> Constraint | None:
     ApiError: 400 if a constraint is malformed, cannot be enforced, or this server has
       no constraints.
   """
-  found = (
+  methods = (
     _response_format(fields.object("response_format")),
     _structured_outputs(fields.object("structured_outputs")),
   )
-  given = [method for method in found if method is not None]
-  if len(given) > 1:
+  constraints = [method for method in methods if method is not None]
+  if len(constraints) > 1:
     raise bad("response_format", "response_format and structured_outputs are both set")
-  if not given:
+  if not constraints:
     return None
   if context.grammars is None:
     raise bad(
@@ -189,7 +189,7 @@ def read_constraint(fields: Fields, context: Context) -> Constraint | None:
       "Leave response_format out",
       "unsupported_parameter",
     )
-  name, *values = given[0]
+  name, *values = constraints[0]
   try:
     return getattr(context.grammars, name)(*values)
   except (TypeError, ValueError) as error:
@@ -231,19 +231,19 @@ def _structured_outputs(form: dict[str, Any]) -> tuple[Any, ...] | None:
     return None
   fields = Fields(form, "structured_outputs.")
   kinds = {"json": "json_schema", "regex": "regex", "choice": "choice"}
-  given: list[tuple[Any, ...]] = [
+  forms: list[tuple[Any, ...]] = [
     (kinds[key], fields.raw(key)) for key in kinds if fields.has(key)
   ]
   if fields.flag("json_object"):
-    given.append(("json_object",))
+    forms.append(("json_object",))
   fields.end()
-  if len(given) != 1:
+  if len(forms) != 1:
     raise bad(
       "structured_outputs",
-      f"structured_outputs has {len(given)} constraints, expected one of json, regex, "
+      f"structured_outputs has {len(forms)} constraints, expected one of json, regex, "
       "choice and json_object",
     )
-  return given[0]
+  return forms[0]
 
 
 def read_top(fields: Fields, field: str, context: Context) -> int | None:

@@ -217,9 +217,9 @@ def spans(versions: list[int]) -> list[dict[str, Any]]:
   Args:
     versions: version of the weights that drew each token.
   """
-  found, start = [], 0
+  runs, start = [], 0
   for version, group in itertools.groupby(versions):
     end = start + sum(1 for _ in group)
-    found.append({"version": str(version), "start": start, "end": end})
+    runs.append({"version": str(version), "start": start, "end": end})
     start = end
-  return found
+  return runs

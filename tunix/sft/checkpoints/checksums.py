@@ -67,12 +67,12 @@ def check(
   """
   wrong = [n for n, v in values.items() if n in saved and saved[n][0][1] != _of_json(v)]
   for name, leaf in _named(arrays):
-    known = {json.dumps(at): checksum for at, checksum in saved.get(name, [])}
+    sums = {json.dumps(at): checksum for at, checksum in saved.get(name, [])}
     held = {json.dumps(at): block for at, block in _blocks(leaf, written=False)}
-    if not known.keys() & held.keys() and _is_whole(leaf):
+    if not sums.keys() & held.keys() and _is_whole(leaf):
       whole = np.asarray(_data(leaf))
-      held = {at: whole[tuple(slice(*x) for x in json.loads(at))] for at in known}
-    if any(_of_block(held[at]) != known[at] for at in known.keys() & held.keys()):
+      held = {at: whole[tuple(slice(*x) for x in json.loads(at))] for at in sums}
+    if any(_of_block(held[at]) != sums[at] for at in sums.keys() & held.keys()):
       wrong.append(name)
   if wrong:
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -91,11 +91,11 @@ def _data(leaf: Any) -> Any:
   return jax.random.key_data(leaf) if is_key else leaf
 
 
-def _is_whole(leaf: Any) -> bool:
+def _is_whole(leaf: object) -> bool:
   return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
-def _blocks(leaf: Any, *, written: bool) -> Iterator[tuple[list[list[int]], Any]]:
+def _blocks(leaf: object, *, written: bool) -> Iterator[tuple[list[list[int]], Any]]:
   """Returns (bounds, values) of the blocks of an array on this process, each once.
 
   Args:
@@ -125,7 +125,7 @@ def _of_block(block: Any) -> str:
   return xxhash.xxh3_64_hexdigest(values.view(np.uint8).data)
 
 
-def _of_json(value: Any) -> str:
+def _of_json(value: object) -> str:
   import xxhash
 
   # As it is read back: tuples are lists, and keys are texts.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from tunix.sft.checkpoints.errors import MismatchError
 from tunix.utils import tree
@@ -75,5 +76,5 @@ def _stored(leaf: Any) -> str:
   return _form(tuple(leaf.shape), leaf.dtype)
 
 
-def _form(shape: tuple[int, ...], dtype: Any) -> str:
+def _form(shape: tuple[int, ...], dtype: DTypeLike) -> str:
   return f"{jax.numpy.dtype(dtype).name}{list(shape)}"

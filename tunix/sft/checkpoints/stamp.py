@@ -72,7 +72,7 @@ def leaf_stamps(arrays: Any) -> dict[str, str]:
   }
 
 
-def _check(name: str, leaf: Any) -> None:
+def _check(name: str, leaf: object) -> None:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
     raise TypeError(
       f"leaf {name!r} is {type(leaf).__name__}, only arrays have a content stamp. "
@@ -107,16 +107,15 @@ def _words(leaves: Sequence[Any]) -> list[tuple[int, int]]:
   return out
 
 
-def _group(i: int, leaf: Any) -> Any:
+def _group(i: int, leaf: object) -> Any:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     return None
   if _in_host_memory(leaf):
     return "host", i
-  sharding: Any = leaf.sharding
-  mesh: Any = getattr(sharding, "mesh", None)
+  mesh = mesh_lib.of_sharding(leaf)
   if isinstance(mesh, Mesh):  # all inputs of a program need the same order of devices
     return tuple(mesh.devices.flat)
-  return frozenset(sharding.device_set)
+  return frozenset(leaf.sharding.device_set)
 
 
 def _in_host_memory(leaf: Any) -> bool:
@@ -136,7 +135,7 @@ def _program(leaves: list[Any]) -> jax.Array:
   where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
   # The current mesh may have other devices: the program runs on the mesh of the leaves,
   # with their kinds of axes.
-  meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in inputs)
+  meshes = map(mesh_lib.of_sharding, inputs)
   leaves_mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
   with mesh_lib.use_mesh(leaves_mesh if mesh_lib.current_mesh() is not None else None):
     return programs.call("weight stamp", _compiled(where), inputs)

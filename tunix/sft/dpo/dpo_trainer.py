@@ -277,7 +277,7 @@ OrpoTrainer, OrpoTrainingConfig = ORPOTrainer, ORPOTrainingConfig
 
 
 def process_dpo_record(
-  record: Any, tokenizer: Any, max_prompt_length: int, max_response_length: int
+  record: object, tokenizer: Any, max_prompt_length: int, max_response_length: int
 ) -> TrainingInput:
   """Tokenizes one pair, or a batch of pairs; for a map over a dataset.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.models.backbone import reference_of, share_variables
 from tunix.models.transformer.shards import sharding
@@ -30,7 +31,7 @@ class ReferenceModel:
     self._below: nnx.Module | None = None
     self._shared: list[Any] = []  # the frozen arrays that `_below` was made from
 
-  def model(self, policy: ModuleState, mesh: Any) -> nnx.Module:
+  def model(self, policy: ModuleState, mesh: Mesh | None) -> nnx.Module:
     """Returns the reference on a mesh: its own mesh, or the policy's if it has none."""
     model = self._model
     if model is None:
@@ -55,7 +56,7 @@ class ReferenceModel:
   def logps(
     self,
     policy: ModuleState,
-    mesh: Any,
+    mesh: Mesh | None,
     rows: Mapping[str, Any],
     names: Sequence[str],
     shared: bool = False,

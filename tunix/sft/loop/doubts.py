@@ -65,7 +65,7 @@ _SIGNS = {
 }
 
 
-def found(
+def notes(
   logger: MetricsLogger, prefix: str, without: Collection[str] = ()
 ) -> dict[str, str]:
   """Returns a note for each sign in the training metrics, by the name of the metric.
@@ -78,7 +78,7 @@ def found(
     prefix: prefix of the metrics.
     without: metrics that are no sign in this run.
   """
-  notes = {}
+  out = {}
   for metric, sign in _SIGNS.items():
     key = (prefix, metric, Mode.TRAIN)
     if metric in without or not logger.metric_exists(*key):
@@ -92,5 +92,5 @@ def found(
     first, last = float(np.mean(x[:quarter])), float(np.mean(x[-quarter:]))
     mean = float(np.mean(x))
     if sign.holds(first, last, mean):
-      notes[metric] = sign.text.format(first=first, last=last, mean=mean)
-  return notes
+      out[metric] = sign.text.format(first=first, last=last, mean=mean)
+  return out

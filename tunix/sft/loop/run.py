@@ -332,7 +332,7 @@ class Run:
 
   def _doubts(self) -> dict[str, str]:
     work, prefix = self._work, self.config.metrics_prefix
-    return doubts.found(work.metrics_logger, prefix, work._no_doubts)
+    return doubts.notes(work.metrics_logger, prefix, work._no_doubts)
 
   def _look_for_doubts(self) -> None:
     """Logs each sign that the run does not learn once, as soon as it is seen."""

@@ -18,7 +18,7 @@ from tunix.sft.steps import shared_steps
 _RESERVED_METRICS = {"loss", "grad_norm"}
 
 
-def check_kinds(model: Any, config: Any) -> None:
+def check_kinds(model: nnx.Module, config: Any) -> None:
   """Refuses a model and a config of the wrong type.
 
   Raises:

@@ -29,7 +29,7 @@ class LoggingBackend(Protocol):
   flush.
   """
 
-  def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
     """Takes one value of `event` ("prefix/mode/name"); `step` is a keyword."""
 
   def close(self) -> None:
@@ -71,7 +71,7 @@ def _sample_rows(groups: Sequence[Mapping[str, Any]], step: int) -> list[list[An
   ]
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
   return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -100,7 +100,7 @@ class TensorboardBackend:
     self._last_step = -1
     self._flushed_step = 0
 
-  def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
     """Takes one value; of the keywords only `step` is read."""
     step = int(kwargs.get("step") or 0)
     point = {"tag": event, "simple_value": as_number(event, value)}
@@ -219,7 +219,7 @@ class WandbBackend:
   def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
     self._tables[step] = _sample_rows(groups, step)
 
-  def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
     step = int(kwargs.get("step") or 0)
     self._send(self._records.add(step, None, event, as_number(event, value)))
 
@@ -290,7 +290,7 @@ class ConsoleBackend:
     self._stream = stream
     self._records = StepRecords(1)
 
-  def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
     mode, key = split_event(event)
     step = int(kwargs.get("step") or 0)
     self._print(self._records.add(step, mode, key, as_number(event, value)))

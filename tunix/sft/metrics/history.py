@@ -50,8 +50,8 @@ class History(Mapping[str, Column]):
       KeyError: No value was logged under this name; the message lists all names.
     """
     if event not in self._columns:
-      known = ", ".join(self._columns) or "none"
-      raise KeyError(f"the metric {event!r} was not logged; expected one of: {known}")
+      names = ", ".join(self._columns) or "none"
+      raise KeyError(f"the metric {event!r} was not logged; expected one of: {names}")
     return self._columns[event]
 
   def __iter__(self) -> Iterator[str]:

@@ -92,7 +92,7 @@ class JsonlBackend:
     self._timings = _Stream(folder / TIMINGS_FILE)
     self._streams = (self._metrics, self._timings)
 
-  def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
     """Takes one value; of the keywords only `step` is read."""
     mode, key = split_event(event)
     is_volatile = not self._volatile.isdisjoint(key.split("/"))

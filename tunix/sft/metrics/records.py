@@ -33,7 +33,7 @@ def split_event(event: str) -> tuple[str | None, str]:
   return None, event
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: object) -> float:
   """Converts a Python, NumPy or JAX scalar into a Python number.
 
   Args:

@@ -44,8 +44,8 @@ class BatchSource:
     self._draw = draw or self._draw_from_iterator
     if saved is not None:
       self._resume(saved)
-    known = iterator_state.read(self._iterator, warn=True)
-    self._known: tuple[int, dict[str, Any]] = self._drawn, known
+    state = iterator_state.read(self._iterator, warn=True)
+    self._known: tuple[int, dict[str, Any]] = self._drawn, state
 
   @property
   def drawn(self) -> int:
@@ -88,9 +88,9 @@ class BatchSource:
         f"{self._drawn}. Pass data that can be iterated again, or a new generator that "
         "starts at the first micro-batch."
       )
-    kept = len(self._taken) - unused
-    self._returned = [*self._taken[kept:], *self._returned]
-    self._taken, self._drawn = self._taken[:kept], drawn
+    used = len(self._taken) - unused
+    self._returned = [*self._taken[used:], *self._returned]
+    self._taken, self._drawn = self._taken[:used], drawn
 
   def next(self) -> Any:
     """Returns the next micro-batch; None at the end of the data."""
@@ -124,11 +124,11 @@ class BatchSource:
     place: int = self._drawn if drawn is None else drawn
     if place == self._drawn and not self._returned:
       self.remember()
-    at, known = self._known
+    at, state = self._known
     # A later place than that of the iterator's state: a resumed run draws and drops the
     # batches between the two.
-    skip = {"skip": place - at} if known and place > at else {}
-    return {"drawn": place, **known, **skip}
+    skip = {"skip": place - at} if state and place > at else {}
+    return {"drawn": place, **state, **skip}
 
   def _resume(self, saved: dict[str, Any]) -> None:
     if iterator_state.restore(self._iterator, saved):

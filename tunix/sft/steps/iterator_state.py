@@ -123,7 +123,7 @@ def _shortened(text: str) -> str:
   return _DIGEST + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _map_texts(function: Callable[[str], str], value: Any) -> Any:
+def _map_texts(function: Callable[[str], str], value: object) -> Any:
   if isinstance(value, str):
     return function(value)
   if isinstance(value, dict):

@@ -49,7 +49,7 @@ def layout(opt_state: Any, shardings: Any) -> Any:
   )
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: object) -> bool:
   """Returns True if an array, or a shape with a sharding, is in host memory."""
   sharding = getattr(x, "sharding", None)
   return sharding is not None and sharding.memory_kind == _HOST

@@ -95,7 +95,7 @@ def clear() -> None:
   _kept.cache_clear()
 
 
-def is_comparable(value: Any) -> bool:
+def is_comparable(value: object) -> bool:
   """Returns True if a value equal to this one always leads to the same trace."""
   if isinstance(value, _SCALARS):
     return True
@@ -127,7 +127,7 @@ def graph_parts(graph: Any) -> list[Any]:
   return nodes + static
 
 
-def _is_comparable_function(value: Any) -> bool:
+def _is_comparable_function(value: object) -> bool:
   """Returns True for a function of JAX or flax, and for one of tunix without state."""
   if not _is_own(value) or isinstance(value, types.MethodType):
     return False
@@ -137,12 +137,12 @@ def _is_comparable_function(value: Any) -> bool:
   return all(is_comparable(cell.cell_contents) for cell in cells)
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
   module = getattr(value, "__module__", None) or ""
   return module.partition(".")[0] in _OWN
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
   try:
     hash(value)
   except TypeError:

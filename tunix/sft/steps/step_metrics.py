@@ -225,8 +225,8 @@ class StepReporter:
 
   def _watched(self, values: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics for the bar by label."""
-    found = {**self.run_values, **values}
-    return {label: found[name] for name, label in _WATCHED.items() if name in found}
+    metrics = {**self.run_values, **values}
+    return {label: metrics[name] for name, label in _WATCHED.items() if name in metrics}
 
   @property
   def had_no_gradient(self) -> bool:

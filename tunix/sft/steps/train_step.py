@@ -118,7 +118,7 @@ def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
   return out, map_sums(lambda leaf: _as_sum(leaf, out.weight), aux)
 
 
-def _as_sum(leaf: Any, weight: jax.Array) -> WeightedSum:
+def _as_sum(leaf: object, weight: jax.Array) -> WeightedSum:
   if isinstance(leaf, WeightedSum):
     return leaf
   return WeightedSum(jnp.asarray(leaf, jnp.float32) * weight, weight)

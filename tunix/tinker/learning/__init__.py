@@ -1,1 +1,1 @@
-"""Losses and optimizer of the Tinker service, without a protocol."""
+"""Computes losses, gradients and updates of the Tinker service; `work` calls it."""

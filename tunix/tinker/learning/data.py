@@ -82,9 +82,9 @@ def _checked(
   unknown = set(row.inputs) - {*needed, "weights", "mask"}
   missing = [name for name in needed if name not in row.inputs]
   if unknown or missing:
-    found = ", ".join(sorted(row.inputs)) or "none"
+    names = ", ".join(sorted(row.inputs)) or "none"
     raise TinkerError(
-      f"{where} has the loss_fn_inputs {found}; expected {', '.join(needed)} and "
+      f"{where} has the loss_fn_inputs {names}; expected {', '.join(needed)} and "
       f"maybe weights for {loss}. Correct the datum"
     )
   out: dict[str, np.ndarray] = {}

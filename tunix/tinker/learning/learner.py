@@ -297,14 +297,14 @@ class Learner:
     return AdapterState(params=params, opt_state=opt_state, gradient=gradient)
 
   def _lora(self, spec: AdapterSpec) -> lora.LoraConfig:
-    wanted = (*_ATTENTION * spec.train_attn, *_MLP * spec.train_mlp)
+    names = (*_ATTENTION * spec.train_attn, *_MLP * spec.train_mlp)
     # Families differ in their layers: some feed-forward layers have no gate.
     targets = tuple(
-      x for x in wanted if any(lora_modules.hits(x, p) for p in self._paths)
+      x for x in names if any(lora_modules.hits(x, p) for p in self._paths)
     )
     if not targets:
       raise TinkerError(
-        f"the model has none of the layers {', '.join(wanted)}; expected some. "
+        f"the model has none of the layers {', '.join(names)}; expected some. "
         "Set train_attn or train_mlp"
       )
     return lora.LoraConfig(rank=spec.rank, alpha=self._alpha, targets=targets)
@@ -372,7 +372,7 @@ def _update(params, opt_state, gradient, values):
   )
   new = optax.apply_updates(params, updates), moved
   is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new)]).all()
-  kept = jax.tree.map(
+  chosen = jax.tree.map(
     lambda x, before: jnp.where(is_finite, x, before), new, (params, opt_state)
   )
-  return *kept, norm, is_finite
+  return *chosen, norm, is_finite

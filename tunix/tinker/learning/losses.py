@@ -100,16 +100,16 @@ def loss_named(name: str) -> Loss:
   """
   if name in LOSSES:
     return LOSSES[name]
-  known = ", ".join(LOSSES)
+  names = ", ".join(LOSSES)
   if name in _NOT_SERVED:
     raise NotServedError(
       f"loss_fn is {name!r}, which this service does not have; expected one of "
-      f"{known}. Use one of them, or forward_backward_custom with a function of Python"
+      f"{names}. Use one of them, or forward_backward_custom with a function of Python"
     )
-  raise TinkerError(f"loss_fn is {name!r}; expected one of {known}. Correct the name")
+  raise TinkerError(f"loss_fn is {name!r}; expected one of {names}. Correct the name")
 
 
-def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float]:
+def configured(name: str, values: Mapping[str, object] | None) -> dict[str, float]:
   """Returns the whole configuration of a loss.
 
   Raises:
@@ -117,15 +117,15 @@ def configured(name: str, given: Mapping[str, object] | None) -> dict[str, float
       on the wrong side of 1.
   """
   config = dict(loss_named(name).defaults)
-  if given is not None and not isinstance(given, Mapping):
+  if values is not None and not isinstance(values, Mapping):
     raise TinkerError(
-      f"loss_fn_config is {str(given)[:80]!r}; expected an object. Correct it"
+      f"loss_fn_config is {str(values)[:80]!r}; expected an object. Correct it"
     )
-  for key, value in (given or {}).items():
+  for key, value in (values or {}).items():
     if key not in config:
-      known = ", ".join(config) or "no key"
+      keys = ", ".join(config) or "no key"
       raise TinkerError(
-        f"loss_fn_config has {key!r}; expected {known} for {name}. Remove the key"
+        f"loss_fn_config has {key!r}; expected {keys} for {name}. Remove the key"
       )
     if isinstance(value, bool) or not isinstance(value, int | float):
       raise TinkerError(
@@ -158,5 +158,5 @@ def weighted(name: str, logps: jax.Array, inputs: Inputs, config: Config) -> jax
   """
   weights = inputs["weights"]
   # Padding has weight 0. Nothing that is computed there may reach the gradient.
-  kept = jnp.where(weights != 0, logps, 0.0)
-  return LOSSES[name].function(kept, inputs, config) * weights
+  finite = jnp.where(weights != 0, logps, 0.0)
+  return LOSSES[name].function(finite, inputs, config) * weights

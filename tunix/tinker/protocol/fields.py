@@ -46,7 +46,7 @@ def integer(
 def whole(
   body: Mapping[str, Any],
   name: str,
-  default: Any,
+  default: object,
   *,
   least: int = 0,
   most: int = _INT32,
@@ -105,10 +105,10 @@ def small(body: Mapping[str, Any], name: str) -> Any:
 
 def metadata(body: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns the field `user_metadata`, or None; see `small` and `table`."""
-  given = small(body, "user_metadata")
-  return None if given is None else table(body, "user_metadata")
+  value = small(body, "user_metadata")
+  return None if value is None else table(body, "user_metadata")
 
 
-def _wrong(name: str, value: Any, expected: str) -> TinkerError:
-  found = "missing" if value is None else repr(value)[:80]
-  return TinkerError(f"{name} is {found}; expected {expected}. Correct the field")
+def _wrong(name: str, value: object, expected: str) -> TinkerError:
+  shown = "missing" if value is None else repr(value)[:80]
+  return TinkerError(f"{name} is {shown}; expected {expected}. Correct the field")

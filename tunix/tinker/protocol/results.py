@@ -34,8 +34,8 @@ class Result:
   @classmethod
   def of(cls, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Result:
     """Returns the result of a record that was unpacked."""
-    kept = {name: meta[name] for name in ("values", "error", "category")}
-    return cls(**kept, arrays=arrays)
+    fields = {name: meta[name] for name in ("values", "error", "category")}
+    return cls(**fields, arrays=arrays)
 
   def record(self, **key: Any) -> bytes:
     """Returns the record for a journal, with a key for the reader."""
@@ -75,34 +75,34 @@ class Results(Generic[Key]):
 
   def __init__(self, most: int):
     self._most, self._bytes = most, 0
-    self._found: dict[Key, Result] = {}
+    self._results: dict[Key, Result] = {}
 
   def __setitem__(self, key: Key, result: Result) -> None:
     self.pop(key)
-    self._found[key] = result
+    self._results[key] = result
     self._bytes += result.nbytes
-    while self._bytes > self._most and len(self._found) > 1:
-      self.pop(next(iter(self._found)))
+    while self._bytes > self._most and len(self._results) > 1:
+      self.pop(next(iter(self._results)))
 
   def __contains__(self, key: Key) -> bool:
-    return key in self._found
+    return key in self._results
 
   def __iter__(self) -> Iterator[Key]:
-    return iter(self._found)
+    return iter(self._results)
 
   def __len__(self) -> int:
-    return len(self._found)
+    return len(self._results)
 
   def get(self, key: Key) -> Result | None:
     """Returns a result, or None."""
-    return self._found.get(key)
+    return self._results.get(key)
 
   def pop(self, key: Key) -> None:
     """Drops a result, if it is there."""
-    result = self._found.pop(key, None)
+    result = self._results.pop(key, None)
     if result is not None:
       self._bytes -= result.nbytes
 
   def items(self) -> list[tuple[Key, Result]]:
     """Returns keys and results, the oldest first."""
-    return list(self._found.items())
+    return list(self._results.items())

@@ -43,8 +43,8 @@ def check(
     raise TinkerError(
       f"the prompt has {prompt.size} tokens; expected 1 to {most - 1}. Shorten it"
     )
-  given = args.get("sampling_params")
-  params = {} if given is None else fields.table(args, "sampling_params")
+  values = args.get("sampling_params")
+  params = {} if values is None else fields.table(args, "sampling_params")
   room = most - prompt.size
   top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
   count = fields.whole(args, "num_samples", 1, least=1, most=_MOST_SAMPLES)
@@ -74,17 +74,17 @@ def check(
 
 def _stops(stop: Any) -> dict[str, Any]:
   """Returns `stop_ids` and `stop_strings` of a request: a text, texts, or ids."""
-  given = [stop] if isinstance(stop, str) else stop
-  if given is None or given == []:
-    return {"stop_ids": None if given is None else (), "stop_strings": ()}
-  if isinstance(given, list) and all(isinstance(x, str) for x in given):
-    return {"stop_ids": None, "stop_strings": tuple(given)}
-  if isinstance(given, list) and all(fields.is_whole(x) for x in given):
-    if len(given) > STOP_IDS:
+  stops = [stop] if isinstance(stop, str) else stop
+  if stops is None or stops == []:
+    return {"stop_ids": None if stops is None else (), "stop_strings": ()}
+  if isinstance(stops, list) and all(isinstance(x, str) for x in stops):
+    return {"stop_ids": None, "stop_strings": tuple(stops)}
+  if isinstance(stops, list) and all(fields.is_whole(x) for x in stops):
+    if len(stops) > STOP_IDS:
       raise TinkerError(
-        f"stop has {len(given)} ids; expected at most {STOP_IDS}. Give fewer"
+        f"stop has {len(stops)} ids; expected at most {STOP_IDS}. Give fewer"
       )
-    return {"stop_ids": tuple(given), "stop_strings": ()}
+    return {"stop_ids": tuple(stops), "stop_strings": ()}
   raise TinkerError(
     f"stop is {str(stop)[:80]!r}; expected a text, a list of texts or a list of ids"
   )

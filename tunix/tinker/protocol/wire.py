@@ -175,8 +175,8 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
   Raises:
     TinkerError: a field is missing or has another type.
   """
-  given = body.get("forward_backward_input" if backward else "forward_input")
-  if not isinstance(given, dict) or not isinstance(given.get("data"), list):
+  content = body.get("forward_backward_input" if backward else "forward_input")
+  if not isinstance(content, dict) or not isinstance(content.get("data"), list):
     raise TinkerError(
       "the body has no forward_backward_input (forward_input) with a list of data; "
       "expected one. Check the version of the SDK"
@@ -184,10 +184,10 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
   return GradientRequest(
     model=fields.text(body, "model_id"),
     number=fields.integer(body, "seq_id"),
-    loss=str(given.get("loss_fn")),
-    config=given.get("loss_fn_config"),
+    loss=str(content.get("loss_fn")),
+    config=content.get("loss_fn_config"),
     backward=backward,
-    read_rows=lambda: [_row_from_json(x) for x in given["data"]],
+    read_rows=lambda: [_row_from_json(x) for x in content["data"]],
   )
 
 
@@ -201,7 +201,7 @@ def _row_from_json(datum: Any) -> Row:
   )
 
 
-def model_input(value: Any) -> np.ndarray:
+def model_input(value: object) -> np.ndarray:
   """Returns the ids of a model input in JSON, int64 [N].
 
   Raises:

@@ -207,29 +207,29 @@ class Checkpoints:
 
   def of_run(self, run: str) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yields the checkpoints of a run without damaged ones, the oldest first."""
-    found = []
+    checkpoints = []
     for kind in KINDS:
       folder = self._at(Place(run, kind, "x")).parent
       names = sorted(x.name for x in folder.iterdir()) if folder.exists() else []
       for name in filter(_is_name, names):
         place = Place(run, kind, name)
         try:
-          found.append((place, self.meta(place)))
+          checkpoints.append((place, self.meta(place)))
         except NotFoundError:  # it has expired
           continue
         except RecordError as error:
           _LOG.warning("the checkpoint %s is left out: %s", place, error)
-    yield from sorted(found, key=lambda x: x[1]["time"])
+    yield from sorted(checkpoints, key=lambda x: x[1]["time"])
 
   def named(self, runs: Iterable[str]) -> list[tuple[Place, dict[str, Any]]]:
     """Returns the checkpoints of runs, without those of a single sampling client."""
-    found = [x for run in runs for x in self.of_run(run)]
-    return [(place, meta) for place, meta in found if not meta["is_ephemeral"]]
+    checkpoints = [x for run in runs for x in self.of_run(run)]
+    return [(place, meta) for place, meta in checkpoints if not meta["is_ephemeral"]]
 
   def prune(self, run: str, keep: int) -> None:
     """Removes the oldest checkpoints of single sampling clients of a run."""
-    found = [place for place, meta in self.of_run(run) if meta["is_ephemeral"]]
-    for place in found[: max(0, len(found) - keep)]:
+    places = [place for place, meta in self.of_run(run) if meta["is_ephemeral"]]
+    for place in places[: max(0, len(places) - keep)]:
       self.delete(place)
 
   def archive(self, place: Place) -> bytes:
@@ -277,8 +277,8 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
   Raises:
     TinkerError: the life is too short or too long, or no integer.
   """
-  given = {"ttl_seconds": ttl_seconds}
-  return fields.whole(given, "ttl_seconds", None, least=1, most=_LONGEST)
+  body = {"ttl_seconds": ttl_seconds}
+  return fields.whole(body, "ttl_seconds", None, least=1, most=_LONGEST)
 
 
 def expiry(ttl_seconds: int | None) -> str | None:

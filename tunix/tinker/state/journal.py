@@ -64,5 +64,5 @@ def _begins_with(data: bytes, checksum: int) -> bool:
 
   Only the first bytes are searched, which takes at most about 10 s.
   """
-  add = lambda known, byte: zlib.crc32(bytes([byte]), known)
+  add = lambda total, byte: zlib.crc32(bytes([byte]), total)
   return checksum in itertools.accumulate(data[:_SEARCHED], add, initial=0)

@@ -47,7 +47,7 @@ class Records:
     Raises:
       NotFoundError: the tenant has no such session.
     """
-    return self._found(self._sessions, "session", tenant, id)
+    return self._owned(self._sessions, "session", tenant, id)
 
   def sessions(self, tenant: str) -> list[str]:
     """Returns the ids of a tenant's sessions."""
@@ -84,7 +84,7 @@ class Records:
     Raises:
       NotFoundError: the tenant has no such session.
     """
-    return self._found(self._samplers, "sampling session", tenant, id)
+    return self._owned(self._samplers, "sampling session", tenant, id)
 
   def sampling_tenant(self, id: str) -> str:
     """Returns the tenant of a sampling request; empty if its session is gone."""
@@ -96,7 +96,7 @@ class Records:
     with self._lock:
       return [x for x in self._samplers if x.startswith(f"{session}:")]
 
-  def _found(
+  def _owned(
     self, records: Mapping[str, dict[str, Any]], what: str, tenant: str, id: str
   ) -> dict[str, Any]:
     with self._lock:

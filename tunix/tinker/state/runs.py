@@ -131,8 +131,8 @@ class Run:
     """
     record = op.record(number=number)
     checksum = zlib.crc32(record)
-    known = self._sums.get(number)
-    if known is not None and known != checksum:
+    earlier = self._sums.get(number)
+    if earlier is not None and earlier != checksum:
       raise ConflictError(
         f"request {number} of {self.id} was sent before with other contents; expected "
         "the same contents. Use the next number"
@@ -162,11 +162,11 @@ class Run:
   @property
   def unload(self) -> int | None:
     """Number of the accepted request that unloads the run; None: there is none."""
-    found = [n for n, op in self._waiting.items() if op.kind == "unload_model"]
+    numbers = [n for n, op in self._waiting.items() if op.kind == "unload_model"]
     for number, result in self.results.items():
       if result.values.get("type") == "unload_model":
-        found.append(number)
-    return min(found, default=None)
+        numbers.append(number)
+    return min(numbers, default=None)
 
   @property
   def pending(self) -> int:
@@ -220,9 +220,9 @@ class Run:
       NotFoundError: there is no such request.
       GoneError: the result was dropped.
     """
-    if (found := self.results.get(number)) is not None:
+    if (result := self.results.get(number)) is not None:
       self._retrieved.add(number)
-      return found
+      return result
     if number in self._waiting:
       return None
     if number <= self.done:

@@ -1,1 +1,1 @@
-"""Work of the Tinker service: training and sampling."""
+"""Queues requests of the Tinker service and runs them; `learning` computes updates."""

@@ -46,23 +46,23 @@ class Executor:
     self._learner, self._store = learner, store
     self._keep_samplers, self._on_sampler = keep_samplers, on_sampler
 
-  def execute(self, run: Run, op: Op, known: Result | None) -> tuple[Result, bool]:
+  def execute(self, run: Run, op: Op, earlier: Result | None) -> tuple[Result, bool]:
     """Computes a request.
 
     Args:
       run: its run; the adapter changes.
       op: the request.
-      known: its result, if it was computed before a restart.
+      earlier: its result, if it was computed before a restart.
 
     Returns:
       The result; False if the run's adapter is lost, so that the run must be read from
       disk again.
     """
-    if known is not None and (known.error is not None or op.kind in _PURE):
-      if op.kind == "optim_step" and known.category == "user":
+    if earlier is not None and (earlier.error is not None or op.kind in _PURE):
+      if op.kind == "optim_step" and earlier.category == "user":
         with contextlib.suppress(TinkerError):  # there is no model
           self._state(run).gradient = None  # a refused update ends its gradient too
-      return known, True
+      return earlier, True
     try:
       if run.is_unloaded:
         raise TinkerError(
@@ -197,8 +197,8 @@ def adapters_of(learner: Learner, store: Checkpoints, place: Place) -> dict[str,
   """
   spec = AdapterSpec(**store.meta(place)["spec"])
   arrays = store.arrays(place)
-  kept = {k: v for k, v in arrays.items() if k.startswith("params.")}
-  return learner.adapters(spec, _params(kept))
+  params = {k: v for k, v in arrays.items() if k.startswith("params.")}
+  return learner.adapters(spec, _params(params))
 
 
 _KINDS: dict[str, Callable[[Executor, Run, Op], Result]] = {

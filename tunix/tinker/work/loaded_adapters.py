@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.replicas import Replicas
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.state import checkpoints
 from tunix.tinker.state.checkpoints import Place
@@ -28,7 +30,9 @@ class LoadedAdapters:
     load: returns the adapter of a checkpoint from disk.
   """
 
-  def __init__(self, driver: Any, load: Callable[[Place], dict[str, Any]]):
+  def __init__(
+    self, driver: Driver | Replicas, load: Callable[[Place], dict[str, Any]]
+  ):
     self._driver, self._load = driver, load
     # Held for short times only: the event loop of the server may wait for it.
     self._changed = threading.Condition()

@@ -60,10 +60,10 @@ class Quotas:
         f"{limits.max_models}. Unload one with unload_model"
       )
     used = sum(self._learner.size_bytes(x.spec) for x in mine)
-    wanted = self._learner.size_bytes(spec)
-    if used + wanted > limits.max_bytes:
+    size = self._learner.size_bytes(spec)
+    if used + size > limits.max_bytes:
       raise QuotaError(
-        f"an adapter of rank {spec.rank} takes {wanted:,} bytes in training, and the "
+        f"an adapter of rank {spec.rank} takes {size:,} bytes in training, and the "
         f"tenant's models take {used:,}; expected at most {limits.max_bytes:,} "
         "together. Choose a smaller rank, or unload a model"
       )

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import (
   EngineDead,
   EngineRequest,
@@ -65,7 +67,7 @@ class Sampler:
 
   def __init__(
     self,
-    driver: Any,
+    driver: Driver | Replicas,
     folder: pathlib.Path,
     load: Callable[[Place], dict[str, Any]],
     on_change: Callable[[], None],
@@ -129,9 +131,9 @@ class Sampler:
       NotFoundError: there is no such request, or its result was dropped.
     """
     with self._lock:
-      if (found := self._results.get(id)) is not None:
+      if (result := self._results.get(id)) is not None:
         self._forget_after(id)
-        return found
+        return result
       if id in self._open:
         return None
     raise NotFoundError(
@@ -226,8 +228,8 @@ class Sampler:
         raise error
       if len(ended) < len(parts):
         raise _Cancelled(_CANCELLED)
-      found = [part.result() for part in parts]
-      result = _result(op, found[0][0], [x for _, own in found for x in own])
+      answers = [part.result() for part in parts]
+      result = _result(op, answers[0][0], [x for _, own in answers for x in own])
     except EngineDead:
       return  # the request is repeated after a restart
     except (RequestError, TinkerError, TypeError, ValueError) as error:

@@ -146,8 +146,8 @@ class Worker:
 
   def _work(self, executor: Executor) -> None:
     try:
-      while (found := self._next()) is not None:
-        self._compute(executor, *found)
+      while (job := self._next()) is not None:
+        self._compute(executor, *job)
     except BaseException as error:  # of the disk: waiting clients must hear of it
       _LOG.exception("the training service failed")
       self._failure = error
@@ -163,17 +163,17 @@ class Worker:
       while not self.stops:
         ready: dict[str, dict[str, tuple[Run, int, Op]]] = {}
         for run in self._runs.values():
-          if (found := run.next()) is not None:
-            ready.setdefault(run.owner, {})[run.id] = (run, *found)
+          if (request := run.next()) is not None:
+            ready.setdefault(run.owner, {})[run.id] = (run, *request)
         if ready:
           owner = self._tenants.next(ready)
           run, number, op = ready[owner][self._models[owner].next(ready[owner])]
           self._tenants.charge(owner, op.tokens)
           self._models[owner].charge(run.id, op.tokens)
-          self._running, known = run, run.results.get(number)
-          if known is None and run.begin(number) >= self._settings.max_starts:
-            known = stopped_too_often(self._settings.max_starts)
-          return run, number, op, known
+          self._running, earlier = run, run.results.get(number)
+          if earlier is None and run.begin(number) >= self._settings.max_starts:
+            earlier = stopped_too_often(self._settings.max_starts)
+          return run, number, op, earlier
         self.changed.wait(_IDLE)
     return None
 
@@ -185,9 +185,9 @@ class Worker:
       run.forget()
 
   def _compute(
-    self, executor: Executor, run: Run, number: int, op: Op, known: Result | None
+    self, executor: Executor, run: Run, number: int, op: Op, earlier: Result | None
   ) -> None:
-    result, is_whole = executor.execute(run, op, known)
+    result, is_whole = executor.execute(run, op, earlier)
     with self.changed:
       self._running = None
       run.finish(number, result)

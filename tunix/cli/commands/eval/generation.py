@@ -81,9 +81,9 @@ def evaluate(
     chat=task.chat,
     template_kwargs=task.template_args,
   )
-  kept: dict[int, dict[str, Any]] = {}
-  scan(source, kept=kept)
-  rows = list(kept.values())
+  elements: dict[int, dict[str, Any]] = {}
+  scan(source, kept=elements)
+  rows = list(elements.values())
   prompts = [row[PROMPTS] for row in rows]
   inputs = [row.pop(PROMPT_IDS_COLUMN, row[PROMPTS]) for row in rows]
   text, tokens, reasons = _sample(task, inputs, options)

@@ -14,7 +14,7 @@ from tunix.cli.commands.eval import generation, likelihood, pairs, results
 from tunix.cli.commands.eval.results import Section
 from tunix.cli.commands.eval.scores import Task
 from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
-from tunix.cli.make import fingerprints, loading, rewards
+from tunix.cli.make import fingerprints, loading, model_folders, rewards
 from tunix.cli.run import folder as run_folder, processes as several
 from tunix.cli.settings import options
 from tunix.cli.settings.run import DistributedSettings
@@ -139,10 +139,10 @@ def main(argv: Sequence[str]) -> None:
       records.validate()
       first = PROMPT_ROWS.read(records[0], records.where(0))
       rewards.check_columns(manager, list(first.extra))
-    tokenizer = loading.load_tokenizer(
+    tokenizer = model_folders.load_tokenizer(
       args.model, args.adapter, args.tokenizer, name="MODEL"
     )
-    model = loading.load_model(args.model, args.adapter, args.dtype)
+    model = model_folders.load_model(args.model, args.adapter, args.dtype)
     loading.check_vocabulary(model, tokenizer)
     _check_model(args, model)
     sections = _evaluate(args, model, tokenizer, manager, ks)
@@ -182,7 +182,7 @@ def _evaluate(
   if args.pairs is not None:
     reference = None
     if args.reference is not None:
-      reference = loading.load_model(args.reference, dtype=args.dtype)
+      reference = model_folders.load_model(args.reference, dtype=args.dtype)
     sections.append(
       pairs.evaluate(
         task(args.pairs),
@@ -247,8 +247,8 @@ def _about(args: EvalOptions) -> dict[str, Any]:
     for name in ("data", "pairs", "prompts")
     if getattr(args, name) is not None
   }
-  given = dataclasses.asdict(args)
-  return {"tunix": tunix.__version__, "arguments": given, "sha256": files}
+  arguments = dataclasses.asdict(args)
+  return {"tunix": tunix.__version__, "arguments": arguments, "sha256": files}
 
 
 def parser() -> Parser:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.cli import config as config_lib
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.make import data_sources, loading
+from tunix.cli.make import data_sources, model_folders
 from tunix.cli.settings import yaml_text
 from tunix.data import render, show
 from tunix.data.reading import files
@@ -107,7 +107,7 @@ def show_files(
   tokenizer, source = None, values.get("tokenizer") or values.get("model")
   if source is not None:
     model = values.get("model") or source
-    tokenizer = loading.load_tokenizer(model, tokenizer=values.get("tokenizer"))
+    tokenizer = model_folders.load_tokenizer(model, tokenizer=values.get("tokenizer"))
   if other := [name for name in names if not is_data(name)]:
     raise ValueError(
       f"{other[0]} is a configuration and {names[0]} is a file of records; show one "
@@ -137,16 +137,16 @@ def _lines(
   before = None
   for index in range(shown):
     record, where = records.raw(index), records.where(index)
-    known = _recognized(record, where)
-    if known != before:
-      yield _describe(known)
-    before = known
+    form = _recognized(record, where)
+    if form != before:
+      yield _describe(form)
+    before = form
     yield f"--- {where}\n{_shortened(record)}"
     if tokenizer is None:
-      read = known.kind.read(record, where)
+      read = form.kind.read(record, where)
       yield show.describe_record(read, colour=sys.stdout.isatty())
     else:
-      yield _rendered(record, known, tokenizer, where)
+      yield _rendered(record, form, tokenizer, where)
   if shown < count:
     yield f"... {count - shown:,} more"
   if tokenizer is None:
@@ -154,16 +154,16 @@ def _lines(
 
 
 def _rendered(
-  record: Any, known: Recognized, tokenizer: TokenizerAdapter, where: str
+  record: Any, form: Recognized, tokenizer: TokenizerAdapter, where: str
 ) -> str:
   try:
-    rendered = render.render_record(record, known.kind, tokenizer, where=where)
+    rendered = render.render_record(record, form.kind, tokenizer, where=where)
   except ValueError as error:
     # The error is for Python callers; this command has an option instead.
     remedy = "name a tokenizer that has one with --tokenizer"
     text = str(error).replace("give one with chat_template=...", remedy)
     raise ValueError(text) from error
-  names, colour = known.kind.completions, sys.stdout.isatty()
+  names, colour = form.kind.completions, sys.stdout.isatty()
   return show.describe_rendered(rendered, names, tokenizer, colour=colour)
 
 

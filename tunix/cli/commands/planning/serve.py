@@ -208,7 +208,7 @@ def axes(text: str) -> dict[str, int]:
   """
   out: dict[str, int] = {}
   for part in text.split(","):
-    if (found := re.fullmatch(r"\s*(\w+)=(-?\d+)\s*", part)) is None:
+    if (match := re.fullmatch(r"\s*(\w+)=(-?\d+)\s*", part)) is None:
       raise ValueError(f"--mesh is {text!r}; expected sizes of axes, as in fsdp=8,tp=2")
-    out[found[1]] = int(found[2])
+    out[match[1]] = int(match[2])
   return out

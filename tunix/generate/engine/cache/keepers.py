@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper, Stored, computed_of
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.layer_groups import Windows
+from tunix.generate.engine.scheduling.layer_groups import Windows
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.paged import attention as paged
 from tunix.utils import mesh as mesh_lib

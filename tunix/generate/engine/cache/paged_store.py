@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.paged import attention as paged
 from tunix.models.transformer.paged.attention import PagedLayer
@@ -92,7 +92,7 @@ class PageStore:
     layers: the pages of each layer.
     tables: int32 [B, N] for each group of layers: the page numbers of each slot, in
       order; 0 for pages that no query sees.
-    groups: group of each layer, see host/layer_groups.py.
+    groups: group of each layer, see scheduling/layer_groups.py.
   """
 
   layers: tuple[PagedLayer, ...]

@@ -13,10 +13,10 @@ import numpy as np
 from tunix.generate.engine.cache import rows
 from tunix.generate.engine.cache.rows import Store
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.layer_groups import Windows
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.layer_groups import Windows
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.sizes import batching
 from tunix.models.transformer.config import TransformerConfig
 from tunix.perf import programs

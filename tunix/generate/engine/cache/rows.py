@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import paths as attention_paths
@@ -158,7 +159,10 @@ def _attend(
 
 
 def _of_tiles(
-  spec: str, rows: Float[Array, "R K A B"], tiles: Float[Array, "R K J B C"], dtype: Any
+  spec: str,
+  rows: Float[Array, "R K A B"],
+  tiles: Float[Array, "R K J B C"],
+  dtype: DTypeLike,
 ) -> Float[Array, "R K J A C"]:
   """Returns the products of rows with each tile, float32.
 
@@ -190,7 +194,7 @@ class Store:
     rows_k, rows_v: one array per layer, see `RowLayer`.
     pages_k: keys [P, K, 1, H, page], one array per layer.
     pages_v: values [P, K, H / E, page, E], one array per layer.
-    groups: group of each layer, see host/layer_groups.py.
+    groups: group of each layer, see scheduling/layer_groups.py.
   """
 
   rows_k: tuple[jax.Array, ...]

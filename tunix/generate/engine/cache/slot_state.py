@@ -26,8 +26,8 @@ from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 
 State = Any
 # Runs rows of consecutive tokens: (state [R, ...], inputs [R, Q, ...], is_valid [R, Q])

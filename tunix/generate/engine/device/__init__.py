@@ -1,1 +1,1 @@
-"""The compiled programs of a launch; `run` calls them."""
+"""The compiled programs of a launch and of speculative decoding; `run` calls them."""

@@ -226,7 +226,7 @@ class AdapterBank:
     self._own(columns, _FREE, self.state.factors)
 
   def _empty(self, shapes_only: bool) -> BankState:
-    def make(shape: tuple[int, ...], fill: int, dtype: Any, where: Any) -> Any:
+    def make(shape: tuple[int, ...], fill: int, dtype: DTypeLike, where: Any) -> Any:
       if shapes_only:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
       return jnp.full(shape, fill, dtype, device=where)
@@ -253,9 +253,9 @@ class AdapterBank:
 
   def _check_fits(self, name: str, path: str, a: np.ndarray, b: np.ndarray) -> None:
     if path not in self._places:
-      known = ", ".join(dict.fromkeys(x.split(".", 2)[2] for x in self._places))
+      names = ", ".join(dict.fromkeys(x.split(".", 2)[2] for x in self._places))
       raise ValueError(
-        f"adapter {name!r} adapts {path}; expected only {known} of the model's layers, "
+        f"adapter {name!r} adapts {path}; expected only {names} of the model's layers, "
         "because the engine adapts no experts and routers. Merge the adapter and run "
         "the merged model"
       )

@@ -1,4 +1,4 @@
-"""The passes of a draft model in a launch.
+"""The passes of a draft model in a launch, for speculative decoding.
 
 A draft model is a small model of the same vocabulary. Before a round it draws D tokens
 for each slot, one after the other, with the rules and the random key of the token that
@@ -23,9 +23,9 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from tunix.generate.engine.cache.rows import Places
-from tunix.generate.engine.device import choice, rounds as rounds_lib
-from tunix.generate.engine.device.choice import Rules
+from tunix.generate.engine.device import rounds as rounds_lib, token_sampling
 from tunix.generate.engine.device.state import Blocks, Slots
+from tunix.generate.engine.device.token_sampling import Rules
 
 Leaf = Any
 # The last token, and the one before it if its keys are missing.
@@ -68,7 +68,7 @@ def propose(
 
   def chosen(hidden, index):
     logits = rounds_lib.logits_of(model, hidden)
-    return choice.choose(logits, rules, index)[0].ids
+    return token_sampling.choose(logits, rules, index)[0].ids
 
   def step(carry, number):
     store, tokens = carry

@@ -8,12 +8,12 @@ per launch. No shape depends on the load.
 While a constrained completion runs, a launch is one round in two programs: `forward`
 computes the logits, and `draw` draws with the masks that the host computes meanwhile.
 
-With drafts, a slot runs its last token and D proposed ones at once. Each position draws
-its token with the key of that position, as it would without drafts, and the drawn
-tokens count up to the first that differs from its draft. Tokens are therefore the same
-with and without drafts, for any distribution (compare Leviathan et al. 2023,
-arXiv:2211.17192, where they only have the same distribution). Drafts come from the
-history of the slot (drafts.py) or from a draft model (draft_rounds.py).
+With drafts (speculative decoding), a slot runs its last token and D proposed ones at
+once. Each position draws its token with the key of that position, as it would without
+drafts, and the drawn tokens count up to the first that differs from its draft. Tokens
+are therefore the same with and without drafts, for any distribution (compare Leviathan
+et al. 2023, arXiv:2211.17192, where they only have the same distribution). Drafts come
+from the history of the slot (prompt_lookup.py) or from a draft model (draft_rounds.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from flax import nnx
 
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.device import (
-  choice,
   draft_rounds,
-  drafts,
+  prompt_lookup,
   rounds as rounds_lib,
+  token_sampling,
 )
-from tunix.generate.engine.device.choice import Chosen, Rules
 from tunix.generate.engine.device.draft_rounds import Draft
 from tunix.generate.engine.device.rounds import Bank
 from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Ran, Round, Slots
+from tunix.generate.engine.device.token_sampling import Chosen, Rules
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
@@ -44,7 +44,7 @@ Leaf = Any
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def mixed(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   carry: Round,
   rules: Rules,
@@ -93,7 +93,7 @@ def mixed(
 
 @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=3)
 def forward(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   slots: Slots,
   store: Any,
@@ -141,7 +141,7 @@ def draw(
     out: the results; donated.
     rules: choice of the tokens.
     ran: from `forward`.
-    allowed: see `choice.choose`.
+    allowed: see `token_sampling.choose`.
   """
   with jax.named_scope("draw"):
     carry = rounds_lib.draw(
@@ -152,7 +152,7 @@ def draw(
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def decode(
-  graph: Any,
+  graph: nnx.GraphDef[Any],
   state: Any,
   carry: Round,
   rules: Rules,
@@ -179,7 +179,7 @@ def decode(
         draft, draft_store, slots, rules, draft_tokens
       )
     else:
-      proposed = drafts.propose(slots.history, slots.position, draft_tokens)
+      proposed = prompt_lookup.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     model = nnx.merge(graph, state)
     store, chosen, flags = _run_drafts(model, bank, carry, rules, tokens)
@@ -209,7 +209,7 @@ def decode(
 
 
 def _run_drafts(
-  model: Any, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
+  model: nnx.Module, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
 ) -> tuple[Any, Chosen, tuple[jax.Array, jax.Array]]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 
@@ -220,7 +220,7 @@ def _run_drafts(
 
   Returns:
     The cache, the drawn tokens [B, 1 + D], and two bool [B, 1 + D]: `is_finite` of
-    `choice.choose`, and True for tokens that were run.
+    `token_sampling.choose`, and True for tokens that were run.
   """
   slots, (batch, width) = carry.slots, tokens.shape
   positions = slots.position[:, None] + jnp.arange(width)
@@ -237,9 +237,9 @@ def _run_drafts(
   )
   # Every position draws its token at once; which of them count is seen afterwards.
   index = slots.index[:, None] + jnp.arange(width)
-  chosen, is_finite = choice.choose(
+  chosen, is_finite = token_sampling.choose(
     rounds_lib.logits_of(model, hidden),
-    choice.repeated(rules, width),
+    token_sampling.repeated(rules, width),
     index.reshape(-1),
     tops=carry.out.chosen.top_ids.shape[2],
   )

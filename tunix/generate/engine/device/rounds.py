@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from tunix.generate.drawing import sampling
 from tunix.generate.engine.cache.rows import Places
-from tunix.generate.engine.device import adapters, choice, drafts
-from tunix.generate.engine.device.choice import Chosen, Rules
+from tunix.generate.engine.device import adapters, prompt_lookup, token_sampling
 from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Ran, Slots
+from tunix.generate.engine.device.token_sampling import Chosen, Rules
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
 
@@ -82,7 +82,9 @@ def draw(
 ) -> tuple[Slots, Out]:
   """Draws the token of each slot that decodes, or whose prompt the round has ended."""
   tops = out.chosen.top_ids.shape[2]
-  chosen, is_finite = choice.choose(ran.logits, rules, slots.index, allowed, tops)
+  chosen, is_finite = token_sampling.choose(
+    ran.logits, rules, slots.index, allowed, tops
+  )
   first = here.draws >= 0
   slots = dataclasses.replace(
     slots,
@@ -150,7 +152,7 @@ def emit(
   Args:
     slots, out: the slots and the results.
     chosen: the tokens.
-    is_finite: see `choice.choose`.
+    is_finite: see `token_sampling.choose`.
   """
   bad = slots.active & ~is_finite
   draws = slots.active & is_finite
@@ -186,7 +188,7 @@ def watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
   """Compares the drawn tokens with first drafts, in every eighth round."""
 
   def watch():
-    guess = drafts.propose(slots.history, slots.position, 1)[:, 0]
+    guess = prompt_lookup.propose(slots.history, slots.position, 1)[:, 0]
     return jnp.sum(slots.active), jnp.sum(slots.active & (guess == tokens))
 
   none = jnp.zeros((), jnp.int32)
@@ -201,5 +203,5 @@ def _prompt_scores(
 ) -> PromptOut:
   logits = logits_of(model, hidden)
   return PromptOut(
-    sampling.token_logps(logits, targets), *choice.most_likely(logits, tops)
+    sampling.token_logps(logits, targets), *token_sampling.most_likely(logits, tops)
   )

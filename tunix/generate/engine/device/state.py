@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tunix.generate.engine.device import choice
-from tunix.generate.engine.device.choice import Chosen
+from tunix.generate.engine.device import token_sampling
+from tunix.generate.engine.device.token_sampling import Chosen
 from tunix.models.transformer.experts.route_records import RouteForm
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
@@ -135,7 +135,7 @@ def empty(slots: int, columns: int, tops: int, form: RouteForm | None = None) ->
   number = lambda: jnp.zeros((), jnp.int32)
   return Out(
     count=jnp.zeros(slots, jnp.int32),
-    chosen=choice.empty((slots, columns), tops, form),
+    chosen=token_sampling.empty((slots, columns), tops, form),
     stopped=jnp.zeros(slots, bool),
     bad=jnp.zeros(slots, bool),
     rounds=number(),

@@ -1,1 +1,1 @@
-"""One launch from requests to results; the engine calls it."""
+"""A launch from requests to results, with speculative decoding; the engine calls it."""

@@ -9,11 +9,11 @@ import numpy as np
 
 from tunix.generate.drawing import filters
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device.choice import Rules
 from tunix.generate.engine.device.state import Blocks, Slots
-from tunix.generate.engine.host.plan import Block, Fork, Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.device.token_sampling import Rules
 from tunix.generate.engine.request import EngineRequest
+from tunix.generate.engine.scheduling.plan import Block, Fork, Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.sizes import batching
 
 STOP_IDS = 16  # most ids that end a completion
@@ -55,7 +55,7 @@ FLAGS = ("draws", "filters", "biases", "scores", "tops")
 
 
 def uses_of(request: EngineRequest) -> frozenset[str]:
-  """Returns the flags of `choice.Rules` that a request needs."""
+  """Returns the flags of `token_sampling.Rules` that a request needs."""
   used = {
     "draws": request.temperature > 0,
     "filters": bool(request.filters),
@@ -129,8 +129,8 @@ def blocks_of(
       s, end = block.sequence, block.start + block.count
       at = number, n
       blocks.tokens[at][: block.count] = s.tokens[block.start : end]
-      known = s.tokens[block.start + 1 : min(end + 1, s.length)]
-      blocks.targets[at][: len(known)] = known
+      targets = s.tokens[block.start + 1 : min(end + 1, s.length)]
+      blocks.targets[at][: len(targets)] = targets
       blocks.slots[at], blocks.starts[at] = s.slot, block.start
       blocks.counts[at] = block.count
       if block.is_last:

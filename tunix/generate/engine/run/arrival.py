@@ -12,10 +12,10 @@ import numpy as np
 
 from tunix.generate.decoders import decoders
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.sequence import Sequence
-from tunix.generate.engine.host.text import TextReader
 from tunix.generate.engine.request import Matcher, Ticket
 from tunix.generate.engine.run import arrays
+from tunix.generate.engine.scheduling.sequence import Sequence
+from tunix.generate.engine.scheduling.text import TextReader
 from tunix.generate.padded import requests as requests_lib
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter

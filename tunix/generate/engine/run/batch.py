@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.draft_policy import Source
 from tunix.generate.engine.request import EngineRequest, Ticket
+from tunix.generate.engine.scheduling.draft_policy import Source
 from tunix.generate.tokens import Completion
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.generate.decoders import layout
 from tunix.generate.decoders.layout import GatherWeights
@@ -21,14 +22,14 @@ from tunix.generate.engine.cache.slot_state import SlotKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import launch, state as state_lib
 from tunix.generate.engine.device.adapters import AdapterBank
-from tunix.generate.engine.device.choice import Rules
 from tunix.generate.engine.device.draft_rounds import Draft
 from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Round, Slots
-from tunix.generate.engine.host.draft_policy import Source
-from tunix.generate.engine.host.plan import Block, Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.device.token_sampling import Rules
 from tunix.generate.engine.run import arrays
 from tunix.generate.engine.run.draft_model import DraftModel
+from tunix.generate.engine.scheduling.draft_policy import Source
+from tunix.generate.engine.scheduling.plan import Block, Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.padded import decode
 from tunix.models.transformer.experts import route_records
 from tunix.models.transformer.experts.route_records import RouteForm
@@ -102,8 +103,9 @@ class Device:
     Args:
       plan: the plan.
       running: the completion in each slot.
-      masks: computes the bits of allowed tokens of each slot, see `choice.choose`. It
-        is called while the model runs, and the plan has one round. None: all tokens.
+      masks: computes the bits of allowed tokens of each slot, see
+        `token_sampling.choose`. It is called while the model runs, and the plan has one
+        round. None: all tokens.
       source: what makes the drafts; "none" if there are masks.
 
     Returns:
@@ -149,7 +151,7 @@ class Device:
     return bool(blocks.scores) or self.routes is not None
 
   def _prepared_draft(
-    self, plan: Plan, running: list[Sequence | None], mesh: Any, source: Source
+    self, plan: Plan, running: list[Sequence | None], mesh: Mesh | None, source: Source
   ) -> DraftModel | None:
     """Returns the draft model if it runs in the launch."""
     if self.draft is None or source == "model":
@@ -259,7 +261,7 @@ class Device:
       return None
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
-  def _kept(self, graph: Any, state: Any, mesh: Any) -> Keeper:
+  def _kept(self, graph: nnx.GraphDef[Any], state: Any, mesh: Mesh | None) -> Keeper:
     """Returns the keeper of the cache; made when it is first needed."""
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.

@@ -1,4 +1,4 @@
-"""A draft model: its weights, its cache, and the pages that have its keys.
+"""A draft model for speculative decoding: its weights, its cache and its pages.
 
 The draft model stores its keys and values under the page numbers of the engine's model,
 so the scheduler knows nothing of it. Only launches that use the draft model compute its
@@ -26,17 +26,17 @@ from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import draft_rounds
 from tunix.generate.engine.device.draft_rounds import Draft
-from tunix.generate.engine.host import layer_groups
-from tunix.generate.engine.host.pages import TRASH
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.sequence import Sequence
+from tunix.generate.engine.scheduling import layer_groups
+from tunix.generate.engine.scheduling.pages import TRASH
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.padded import decode
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 
-def check(draft: Any, model: Transformer, config: EngineConfig) -> None:
+def check(draft: nnx.Module, model: Transformer, config: EngineConfig) -> None:
   """Refuses a draft model that the engine cannot use.
 
   Args:
@@ -80,7 +80,9 @@ def check(draft: Any, model: Transformer, config: EngineConfig) -> None:
   layer_groups.groups_of(draft.config, layer_groups.windows_of(model.config, config))
 
 
-def _check_positions(draft: Any, model: Transformer, config: EngineConfig) -> None:
+def _check_positions(
+  draft: nnx.Module, model: Transformer, config: EngineConfig
+) -> None:
   have, most = decoders.max_positions(draft), decoders.max_positions(model)
   need = config.max_tokens if most is None else min(most, config.max_tokens)
   if have is not None and have < need:
@@ -90,7 +92,7 @@ def _check_positions(draft: Any, model: Transformer, config: EngineConfig) -> No
     )
 
 
-def size_ratio(draft: Any, model: Any) -> float:
+def size_ratio(draft: nnx.Module, model: nnx.Module) -> float:
   """Returns the parameters of a draft model over those of the model."""
   count = lambda module: sum(x.size for x in jax.tree.leaves(nnx.state(module)))
   return count(draft) / count(model)
@@ -111,7 +113,7 @@ class DraftModel:
 
   def __init__(
     self,
-    model: Any,
+    model: nnx.Module,
     target: Transformer,
     config: EngineConfig,
     gather_weights: GatherWeights,

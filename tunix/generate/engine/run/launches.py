@@ -12,13 +12,13 @@ import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device.state import Out
-from tunix.generate.engine.host import matching
-from tunix.generate.engine.host.draft_policy import DraftPolicy, Source
-from tunix.generate.engine.host.plan import Plan
-from tunix.generate.engine.host.scheduler import Scheduler
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import RequestError
 from tunix.generate.engine.run import results
+from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling.draft_policy import DraftPolicy, Source
+from tunix.generate.engine.scheduling.plan import Plan
+from tunix.generate.engine.scheduling.scheduler import Scheduler
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.engine.stats import COUNTED
 
 
@@ -171,7 +171,7 @@ class Launches:
     return any(s.matcher is not None for s in self._scheduler.waiting)
 
   def _allowed(self, running: list[Sequence | None]) -> np.ndarray:
-    """Returns the allowed tokens of each slot, see `choice.choose`."""
+    """Returns the allowed tokens of each slot, see `token_sampling.choose`."""
     words = -(-self._vocab_size // 32)
     allowed = np.full((self._config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):

@@ -15,10 +15,10 @@ import numpy as np
 
 from tunix.generate.engine.cache import row_keeper
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.host.draft_policy import Source
-from tunix.generate.engine.host.plan import Block, Plan
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.run.device import Device
+from tunix.generate.engine.scheduling.draft_policy import Source
+from tunix.generate.engine.scheduling.plan import Block, Plan
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion
 from tunix.perf import programs
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.device.state import Out, PromptOut
-from tunix.generate.engine.host import matching
-from tunix.generate.engine.host.plan import Block
-from tunix.generate.engine.host.sequence import Sequence
 from tunix.generate.engine.request import RequestError, Ticket
+from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling.plan import Block
+from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion, Delta, Tokens, joined
 
 

@@ -77,8 +77,8 @@ def _check_layer_types(config: TransformerConfig) -> None:
       f"{config.num_layers}"
     )
   if unknown := set(config.layer_types) - set(typing.get_args(LayerType)):
-    known = ", ".join(map(repr, sorted(typing.get_args(LayerType))))
-    raise ValueError(f"layer_types has {sorted(unknown)}, known: {known}")
+    names = ", ".join(map(repr, sorted(typing.get_args(LayerType))))
+    raise ValueError(f"layer_types has {sorted(unknown)}, known: {names}")
   if unused := {name for name, _ in config.type_fields} - set(config.layer_types):
     raise ValueError(
       f"type_fields has {sorted(unused)}, and layer_types has no such layer; "

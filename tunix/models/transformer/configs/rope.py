@@ -69,9 +69,9 @@ class RopeConfig:
 
   def __post_init__(self):
     if self.scaling is not None and self.scaling not in typing.get_args(Scaling):
-      known = ", ".join(map(repr, typing.get_args(Scaling)))
+      names = ", ".join(map(repr, typing.get_args(Scaling)))
       raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, or one of {known}"
+        f"rope scaling {self.scaling!r} is not supported: use None, or one of {names}"
       )
     checks.fields(
       self,

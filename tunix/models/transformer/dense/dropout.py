@@ -54,7 +54,7 @@ def advance(layers: Any, rows: int) -> None:
       state.set_value(state[...].at[..., 1].add(jnp.uint32(rows)))
 
 
-def is_on(model: Any) -> bool:
+def is_on(model: nnx.Module) -> bool:
   """Returns True if a call would drop elements, in adapters or in flax's layers."""
   for _, module in nnx.iter_modules(model):
     rate = getattr(module, "lora_dropout", 0.0) or getattr(module, "rate", 0.0)

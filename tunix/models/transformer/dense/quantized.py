@@ -159,7 +159,9 @@ def _encode_mxfp4(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
   return packed, (power + _MXFP4_BIAS).astype(jnp.uint8)
 
 
-def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.Array:
+def decode(
+  codes: jax.Array, scales: jax.Array, method: str, dtype: DTypeLike
+) -> jax.Array:
   """Returns the kernel [..., in, out] of codes and scales that `encode` returned."""
   if method == "int8":
     values = codes.astype(jnp.float32)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.config import ShardingRules
@@ -122,7 +123,7 @@ def weights_are_fewer(
   return weights * others / shard.parts < (there + back) * others
 
 
-def _bits(dtype: Any) -> int:
+def _bits(dtype: DTypeLike) -> int:
   """Returns bits of a number; 4 for int4, whose itemsize is a byte."""
   is_float = jnp.issubdtype(dtype, jnp.floating)
   return (jnp.finfo if is_float else jnp.iinfo)(dtype).bits

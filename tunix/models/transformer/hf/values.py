@@ -136,7 +136,7 @@ def _present(hf: Mapping[str, Any], field: str) -> Any:
   return hf[field]
 
 
-def _refused(field: str, value: Any, expected: str) -> ValueError:
+def _refused(field: str, value: object, expected: str) -> ValueError:
   shown = repr(value)
   if len(shown) > _MOST_SHOWN:
     shown = f"{shown[:_MOST_SHOWN]}..."

@@ -318,7 +318,7 @@ def _specs(layer: PagedLayer) -> tuple[PartitionSpec, PartitionSpec, PartitionSp
   return heads, _page_spec(layer.path, entry), PartitionSpec()
 
 
-def _page_spec(path: str, entry: Any) -> PartitionSpec:
+def _page_spec(path: str, entry: object) -> PartitionSpec:
   if PATHS[path].is_joint:
     return PartitionSpec(None, None, entry, None)
   return PartitionSpec(entry, None, None, None)

@@ -128,10 +128,10 @@ def tpu(
     tokens += [group.tokens] * group.rows
     queries.append(_rolled(part, group, group.tokens - group.count))
   widest = max(table.shape[1] for table in tables)
-  fill = lambda x: jnp.pad(x, ((0, 0), (0, widest - x.shape[1])))
+  tables = [jnp.pad(x, ((0, 0), (0, widest - x.shape[1]))) for x in tables]
   rows = (
     jnp.concatenate(lengths).astype(jnp.int32),
-    jnp.concatenate([fill(table) for table in tables]).astype(jnp.int32),
+    jnp.concatenate(tables).astype(jnp.int32),
     jnp.asarray(np.cumsum(tokens), jnp.int32),
     jnp.asarray([len(tokens) - 1], jnp.int32),
   )

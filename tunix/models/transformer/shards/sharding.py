@@ -172,7 +172,7 @@ def named_shardings(state: Any, mesh: Mesh) -> Any:
   return jax.tree.map(one, state, is_leaf=lambda x: hasattr(x, "get_metadata"))
 
 
-def on_users_mesh(model: Any, given: Mesh | None = None) -> Any:
+def on_users_mesh(model: nnx.Module, given: Mesh | None = None) -> Any:
   """Returns the model with its arrays on the user's mesh if its axes are Explicit.
 
   Models are laid out on a mesh of Auto axes. Inside a mesh of Explicit axes JAX

@@ -1,1 +1,0 @@
-"""Decisions of the host: order, pages, text. It touches no device."""

@@ -1,0 +1,1 @@
+"""Decisions of the host: order, pages, prefix cache, text. It touches no device."""

@@ -1,0 +1,146 @@
+"""Speculative decoding: chooses the fastest of three sources of a launch's drafts."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+# "none": no drafts. "lookup": device/prompt_lookup.py. "model": a draft model.
+Source = Literal["none", "lookup", "model"]
+
+# Tokens after which an older observation counts a third.
+_MEMORY_TOKENS = 256
+# Advantage from which drafts are used, because both sides are estimates.
+_MARGIN = 1.05
+# Time of a round with drafts, in rounds without, until both were measured.
+_FIRST_COST = 1.5
+# A source that only its own launches measure is tried for some of so many launches.
+_TRIED_EVERY, _TRIED_FOR = 64, 2
+# Launches before the first trial of a draft model, which measure a round without.
+_BEFORE_TRIAL = 3
+
+
+class DraftPolicy:
+  """Compares the tokens of a round with drafts to its cost, for each source.
+
+  Without drafts, the device compares the first draft that prompt lookup would have
+  proposed with the token that was drawn. So it is known how often these drafts would be
+  accepted without trying them. The drafts of a model cost its passes, so they are tried
+  in 2 of 64 launches while another source is in use. While a model is in use, launches
+  without drafts are tried in the same way.
+
+  Args:
+    draft_tokens: number of drafts of a round that uses them.
+    measures: use the measured times of rounds. False: assume a cost, because the
+      processes of a run must decide alike.
+    size_ratio: parameters of the draft model over those of the model; None: there is no
+      draft model.
+  """
+
+  def __init__(
+    self, draft_tokens: int, measures: bool, size_ratio: float | None = None
+  ):
+    self._drafts, self._measures = draft_tokens, measures
+    self._first_costs = {"lookup": _FIRST_COST}
+    if size_ratio is not None:
+      self._first_costs["model"] = _FIRST_COST + draft_tokens * size_ratio
+    self._only: Source | None = None
+    self.reset()
+
+  @property
+  def sources(self) -> tuple[Source, ...]:
+    """All sources that a launch can use."""
+    if not self._drafts:
+      return ("none",)
+    has_model = "model" in self._first_costs
+    return ("none", "lookup", "model") if has_model else ("none", "lookup")
+
+  def reset(self) -> None:
+    """Forgets what launches showed."""
+    # Tokens of a completion in a round with drafts. Nothing is known of a draft model.
+    self._gains: dict[str, float] = {"lookup": 1.0}
+    self._seconds: dict[str, float] = {}
+    self._seen: set[tuple[str, int]] = set()
+    self._last: Source = "none"
+    self._trial = 0  # launches left of a trial of a source
+    self._tried: Source = "model"
+    self._since = _TRIED_EVERY - _BEFORE_TRIAL  # launches after the last trial
+
+  def use_only(self, source: Source | None) -> None:
+    """Makes `choose` return one source; None: the fastest again."""
+    self._only = source
+
+  def choose(self) -> Source:
+    """Returns the source of the drafts of the next launch."""
+    if self._only is not None:
+      return self._only
+    best = self._best()
+    if "model" not in self.sources:
+      return best
+    if not self._trial and self._since >= _TRIED_EVERY:
+      self._tried = "none" if best == "model" else "model"
+      self._trial, self._since = _TRIED_FOR, 0
+    return self._tried if self._trial else best
+
+  def record(
+    self, source: Source, turns: int, drawn: int, hits: int, seen: int
+  ) -> None:
+    """Takes what a launch showed.
+
+    Args:
+      source: what made its drafts.
+      turns: number of rounds, summed over the completions in them.
+      drawn: number of tokens that these rounds drew.
+      hits: without drafts: number of tokens that prompt lookup predicted.
+      seen: without drafts: number of tokens that were compared with one.
+    """
+    if not self._drafts or not turns:
+      return
+    if self._trial:
+      self._trial -= source == self._tried
+    else:
+      self._since += 1
+    if source != "none":
+      self._learn(source, drawn / turns, drawn)
+    elif seen:  # a draft counts if all before it are right
+      share = hits / seen
+      gain = sum(share**i for i in range(self._drafts + 1))
+      self._learn("lookup", gain, drawn)
+
+  def record_time(self, source: Source, width: int, seconds: float) -> None:
+    """Takes the time of a round.
+
+    The first time of each program includes its compilation, and the first launch with a
+    draft model after others computes the keys that it lacks. Both are left out.
+
+    Args:
+      source: what made its drafts.
+      width: tokens of a row.
+      seconds: time of one round.
+    """
+    key, switched = (source, width), source != self._last
+    self._last = source
+    if not self._measures or key not in self._seen or switched:
+      self._seen.add(key)
+      return
+    mean = self._seconds.get(source, seconds)
+    self._seconds[source] = 0.7 * mean + 0.3 * seconds
+
+  def _learn(self, source: Source, gain: float, drawn: int) -> None:
+    weight = 1 - math.exp(-drawn / _MEMORY_TOKENS)
+    mean = self._gains.get(source, gain)
+    self._gains[source] = mean + weight * (gain - mean)
+
+  def _best(self) -> Source:
+    """Returns the source with the most tokens in the time of a round without drafts."""
+    best, most = "none", _MARGIN
+    for source in self.sources[1:]:
+      speed = self._gains.get(source, 1.0) / self._cost(source)
+      if speed > most:
+        best, most = source, speed
+    return best
+
+  def _cost(self, source: Source) -> float:
+    if source not in self._seconds or "none" not in self._seconds:
+      return self._first_costs[source]
+    return self._seconds[source] / self._seconds["none"]

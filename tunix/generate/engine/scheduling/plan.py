@@ -1,0 +1,93 @@
+"""The plan of a launch, as the scheduler makes it and the device runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.scheduling.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """Consecutive tokens of one completion that a round prefills."""
+
+  sequence: Sequence
+  start: int
+  count: int
+
+  @property
+  def is_last(self) -> bool:
+    """True if the next token is drawn after this block."""
+    return self.start + self.count == self.sequence.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+  """A follower that draws its first token from the prefill of its leader.
+
+  Attributes:
+    leader, follower: the two completions, which have the same prompt.
+    copied: the leader's last page of each group of layers, if the prompt fills it only
+      partly; the follower gets a copy of this page. Otherwise ().
+  """
+
+  leader: Sequence
+  follower: Sequence
+  copied: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Plan:
+  """The work of one launch.
+
+  Attributes:
+    loads: completions that are new in their slots; their pages fill the slots.
+    copies: pages that are copied before the rounds, (from, to) of each group of layers.
+    rounds: blocks of each round that prefills.
+    decode_rounds: number of rounds after `rounds`; these only decode.
+    forks: first tokens that are drawn for followers.
+  """
+
+  loads: list[Sequence] = dataclasses.field(default_factory=list)
+  copies: list[tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=list)
+  rounds: list[list[Block]] = dataclasses.field(default_factory=list)
+  decode_rounds: int = 0
+  forks: list[Fork] = dataclasses.field(default_factory=list)
+
+  def fills_a_round(self, config: EngineConfig) -> bool:
+    """Returns True if a round prefills `prefill_tokens` tokens."""
+    return any(len(blocks) == config.block_counts[-1] for blocks in self.rounds)
+
+
+def rounds_of(
+  sequences: Iterable[Sequence],
+  config: EngineConfig,
+  most: int,
+  most_blocks: int | None = None,
+) -> list[list[Block]]:
+  """Cuts the tokens to prefill into blocks of a page, and blocks into rounds.
+
+  Args:
+    sequences: the running completions, earliest rank first.
+    config: sizes of the engine.
+    most: largest number of rounds; further blocks wait for the next launch.
+    most_blocks: largest number of blocks; None for no limit.
+  """
+  size = config.page_tokens
+  blocks = [
+    Block(s, at, min(size, s.length - at))
+    for s in sequences
+    if s.leader is None and not s.is_decoding
+    for at in range(s.computed, s.length, size)
+  ][:most_blocks]
+  out = []
+  while blocks and len(out) < most:
+    # Takes the largest size of a round that the blocks fill. The rest goes into smaller
+    # rounds. They cost little, because each also decodes and would run anyway.
+    counts = config.block_counts
+    count = max((n for n in counts if n <= len(blocks)), default=counts[0])
+    out.append(blocks[:count])
+    blocks = blocks[count:]
+  return out
