@@ -72,7 +72,7 @@ NAVIGATION = (
       *("guides/command", "guides/data", "guides/rewards", "guides/training"),
       *("guides/preference", "guides/distillation", "guides/rl", "guides/agents"),
       *("guides/tools", "guides/async", "guides/runs", "logs"),
-      *("guides/evaluation", "using_a_model", "guides/models"),
+      *("guides/evaluation", "using_a_model", "guides/models", "guides/laptop"),
     ],
   ),
   (
