@@ -83,7 +83,7 @@ def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
     ("dpo", {"preference__shared_prompt": "true"}, None),
     ("orpo", {"preference__shared_prompt": "true"}, None),
     ("dpo", {"preference__reference_logps": "logps"}, None),
-    ("dpo", {"mesh": "{dp: 2}"}, 2),
+    ("dpo", {"mesh": "{fsdp: -1}", "training__global_batch_size": 8}, 8),
     ("reward", {}, None),
   ],
 )
