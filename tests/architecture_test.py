@@ -88,15 +88,20 @@ HEAVY = {
   "tokenizers": {"generate/tokenizer/loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/reward/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
+  "reasoning_gym": set(),  # likewise, see rl/env/adapters/reasoning_gym.py
   "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
   "xxhash": {"sft/checkpoints/checksums.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"utils/folder_lock.py", "cli/make/data_sources.py"},
-  "jinja2": {"generate/tokenizer/chat_template.py"},
+  "jinja2": {
+    "generate/tokenizer/chat_template.py",
+    "generate/tokenizer/template_sandbox.py",
+  },
   "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/files/tensor_files.py
   "starlette": {"serve/app.py"},
+  "gguf": set(),  # likewise, see models/gguf/header.py
   "uvicorn": set(),  # by utils.optional, see serve/server.py
   "prometheus_client": set(),  # likewise, see serve/metrics.py
   "httpx": set(),  # likewise, see serve/http/hosts.py

@@ -1,3 +1,6 @@
+from tunix.cli.commands.export import (
+  export as export,
+)
 from tunix.cli.one_call import (
   distill as distill,
   dpo as dpo,

@@ -1,5 +1,6 @@
 """The command itself, and `data`, `generate` and `export`."""
 
+import errno
 import gc
 import json
 import pathlib
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from flax import nnx
 
 import tunix
 from tests.cli import runs
+from tests.models.checkpoints import GOLDEN
 from tunix.cli import main as cli
 from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -243,6 +246,59 @@ def test_export_refuses_what_is_not_there(run, tmp_path, capsys):
   assert "OUTPUT_DIR/checkpoints/STEP" in error
   assert "--run" in refused(capsys, "export", *to)
   assert not (tmp_path / "x").exists()
+
+
+def test_export_to_gguf(run, model, tmp_path, monkeypatch, capsys):
+  words = ["export", "--run", run, "--gguf", "f32"]
+  assert runs.tunix(*words, "--to", tmp_path / "g") == 0
+  assert "(merged)" in capsys.readouterr().out
+  base = AutoModel.from_pretrained(model)
+  a, b = pair(lora.load_adapter(base, run / "export"))
+  back = kernel(AutoModel.from_pretrained(tmp_path / "g"))
+  np.testing.assert_allclose(back, kernel(base) + a @ b, atol=1e-6)
+  ours, theirs = map(TokenizerAdapter.from_pretrained, (model, tmp_path / "g"))
+  chat = [{"role": "user", "content": "A\tday  of 12 weeks"}]
+  want = ours.apply_chat_template(chat, tokenize=True)
+  assert theirs.apply_chat_template(chat, tokenize=True) == want
+  assert theirs.eos_id() == ours.eos_id()
+  assert "FROM ./model-f32.gguf\n" in (tmp_path / "g" / "Modelfile").read_text()
+
+  tunix.export(run, tmp_path / "a", step=1, kind="adapter", gguf="f16", checksums=True)
+  text = (tmp_path / "a" / "Modelfile").read_text()
+  assert f"FROM {model}\nADAPTER ./adapter-f16.gguf\n" in text
+  assert "  adapter-f16.gguf\n" in (tmp_path / "a" / "SHA256SUMS").read_text()
+
+  # A GGUF file is also a source.
+  words = ["export", "--model", tmp_path / "g" / "model-f32.gguf"]
+  assert runs.tunix(*words, "--to", tmp_path / "h") == 0
+  np.testing.assert_array_equal(kernel(AutoModel.from_pretrained(tmp_path / "h")), back)
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, "no space")
+
+  monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+  error = refused(capsys, *words, "--gguf", "q8_0", "--to", tmp_path / "x", code=1)
+  assert "no space" in error and not (tmp_path / "x").exists()
+
+
+def test_export_to_gguf_refuses_before_the_weights_are_loaded(tmp_path, capsys, model):
+  words = ["export", "--gguf", "f16", "--to", tmp_path / "x"]
+  error = refused(capsys, *words, "--model", model, "--dtype", "float32")
+  assert "dtype is 'float32' and gguf 'f16'" in error
+  assert "omit --best" in refused(capsys, *words, "--model", model, "--best")
+  assert "there is no folder" in refused(capsys, *words, "--model", tmp_path / "none")
+  other = tmp_path / "other"
+  other.mkdir()
+  config = GOLDEN / "deepseek_v3" / "config.json"
+  shutil.copy(config, other)
+  assert "'deepseek_v3'" in refused(capsys, *words, "--model", other)
+
+
+def test_python_export_refuses_an_unknown_kind(run, tmp_path):
+  with pytest.raises(ValueError, match="kind is 'lora'; expected one of auto, full"):
+    tunix.export(run, tmp_path / "x", kind="lora")
+  with pytest.raises(ValueError, match="gguf is 'q4'; expected one of f32, f16"):
+    tunix.export(run, tmp_path / "x", gguf="q4")
 
 
 def generated(capsys, *words):

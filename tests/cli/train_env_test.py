@@ -110,6 +110,22 @@ def test_an_environment_that_changed_is_not_resumed(keys, tmp_path, capsys):
   assert "env" in capsys.readouterr().err
 
 
+def test_tasks_of_reasoning_gym_are_the_prompts(keys, capsys):
+  pytest.importorskip("reasoning_gym")
+  env = "reasoning_gym:chain_sum(size=8, max_terms=2, system=None)"
+  assert train(keys, env=env, training__max_steps=1) != 0
+  assert "env is 'reasoning_gym:chain_sum(" in capsys.readouterr().err
+  del keys["data__train"]
+  held_out = {"data__eval": env.replace("size=8", "size=4, seed=1")}
+  keys |= {"env": env, "rollout__max_prompt_length": 120, **held_out}
+  assert train(keys, training__max_steps=1) == 0
+  metrics = (keys["output_dir"] / "logs/metrics.jsonl").read_text()
+  assert "env/solved" in metrics
+  capsys.readouterr()
+  assert train(keys, env=env.replace("8", "9"), training__max_steps=2) != 0
+  assert "env" in capsys.readouterr().err
+
+
 def test_a_plan_has_the_widths_of_episodes(keys):
   config = config_lib.load(runs.arguments(**keys))
   limits = [

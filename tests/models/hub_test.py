@@ -7,6 +7,7 @@ import pytest
 
 from tests import toys_text
 from tests.models import checkpoints, hub_stand_in
+from tests.models.gguf import ggufs
 from tests.models.hub_stand_in import Model
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, hub as hub_lib
@@ -81,6 +82,24 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub):
     automodel.AutoModel.from_pretrained(SOURCE, revision="v1")
   model = automodel.AutoModel.from_pretrained("ORG/open", revision="v1")
   assert model.config.norm_eps == 0.5
+
+
+def test_a_gguf_file_is_downloaded_alone(hub, tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  made = ggufs.write(tmp_path / "made", *ggufs.source("qwen3"))
+  hub.models["ORG/files"] = Model()
+  names = ("Q8_0/model.gguf", "other.gguf")
+  commit = hub.models["ORG/files"].commit(dict.fromkeys(names, made.read_bytes()))
+  folder = automodel.resolve_folder("ORG/files/Q8_0/model.gguf")
+  assert (folder / "model.gguf").read_bytes() == made.read_bytes()
+  assert hub_lib.commit_of(folder) == commit
+  assert automodel.config_of_folder("ORG/files/Q8_0/model.gguf", commit).num_layers
+  snapshot = (folder / "model.gguf").readlink().parents[1]
+  assert [x.name for x in snapshot.rglob("*.gguf")] == ["model.gguf"]
+  with pytest.raises(
+    FileNotFoundError, match=r"'ORG/files' at the hub has no 'no\.gguf'"
+  ):
+    automodel.resolve_folder("ORG/files/no.gguf")
 
 
 def test_a_folder_is_uploaded_and_read_back(hub, monkeypatch, tmp_path):

@@ -241,7 +241,7 @@ def _values(key: str, value: object, section: Any) -> Any:
   return {name: _values(f"{key}.{name}", v, section) for name, v in value.items()}
 
 
-def _changed(section: Any, value: Any) -> dict[str, Any]:
+def _changed(section: object, value: Any) -> dict[str, Any]:
   """Returns the fields of a dataclass that differ from their defaults."""
   changed = {}
   if isinstance(section, Choice):

@@ -23,6 +23,8 @@ from tunix.models.files import (
   sums as file_sums,
   tensor_files,
 )
+from tunix.models.files.stored_tensor import StoredTensor
+from tunix.models.gguf import folder as gguf_folder, tensors as gguf_tensors
 from tunix.models.quantization import QuantizationConfig
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.hf import values as hf_values
@@ -57,7 +59,8 @@ class AutoModel:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
-      folder: the folder, or a hub id "owner/name", which is downloaded once.
+      folder: the folder or a GGUF file; or a hub id "owner/name", which is downloaded
+        once.
       mesh: the mesh of the weights; each device reads only its part. None uses the mesh
         of the context, or the default device.
       revision: a commit, tag or branch of a hub id; None for the newest commit.
@@ -94,7 +97,7 @@ class AutoModel:
     try:
       family = family or families.by_model_type(hf.get("model_type"))
       config = family.config_from_hf(stored_formats.plain(hf))
-      tensors = _canonical(tensor_files.open_folder(path), family)
+      tensors = _canonical(open_tensors(path), family)
       tensors = stored_formats.decoded(hf, tensors)
       tensors = fused_experts.join(tensors, family.names)
       stored = _stored_dtype(hf, family, tensors)
@@ -236,8 +239,8 @@ def sizes_of(
     FileNotFoundError, ValueError: see `config_of_folder`.
   """
   path = pathlib.Path(name).expanduser()
-  is_local = path.exists() or hub.is_cached(str(name), "config.json", revision)
-  if is_local or not hub.is_id(str(name)):
+  is_id = hub.is_id(str(name))  # else a folder, or a GGUF file here or at the hub
+  if not is_id or path.exists() or hub.is_cached(str(name), "config.json", revision):
     return config_of_folder(name, revision)
   try:
     preset = naming.ModelNaming(model_id=str(name)).model_config_id
@@ -252,14 +255,20 @@ def resolve_folder(
 ) -> pathlib.Path:
   """Returns the local folder of a model: `name` itself, or the download of a hub id.
 
+  A GGUF file has a folder in the user's cache, see `gguf.folder`.
+
   Args:
-    name: a folder, or a hub id "owner/name".
-    revision: a commit, tag or branch of a hub id; None for the newest commit.
+    name: a folder, a hub id "owner/name", or a GGUF file, here or at the hub
+      ("owner/name/FILE.gguf").
+    revision: a commit, tag or branch at the hub; None for the newest commit.
 
   Raises:
-    FileNotFoundError: `name` is neither a folder nor a hub id, or the download failed.
-    ValueError: a folder was given a revision.
+    FileNotFoundError: `name` is none of these, or the download failed.
+    ImportError, ValueError: a folder or a file was given a revision, or see
+      `gguf.folder.resolve`.
   """
+  if (made := gguf_folder.resolve(name, revision)) is not None:
+    return made
   path = pathlib.Path(name).expanduser()
   if path.is_dir():
     if revision is not None:
@@ -269,13 +278,28 @@ def resolve_folder(
       )
     return path
   if path.exists():
-    raise FileNotFoundError(f"{path} is a file: give the folder that holds config.json")
+    raise FileNotFoundError(
+      f"{path} is a file: give the folder that holds config.json, or a GGUF file"
+    )
   if not hub.is_id(str(name)):
     raise FileNotFoundError(
       f"there is no folder {path}: give a folder with config.json and *.safetensors, "
       "or a hub id 'owner/name'"
     )
   return hub.download(str(name), _HUB_FILES, revision)
+
+
+def open_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
+  """Returns the tensors of a model folder by their Hugging Face names.
+
+  Raises:
+    FileNotFoundError, ValueError: see `tensor_files.open_folder`,
+      `gguf.tensors.open_file`.
+  """
+  file = folder / gguf_tensors.NAME
+  if file.exists():
+    return gguf_tensors.open_file(file)
+  return tensor_files.open_folder(folder)
 
 
 def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -80,8 +80,13 @@ def download(
 
 
 def commit_of(folder: pathlib.Path) -> str | None:
-  """Returns the commit of a folder in the hub's cache; None for any other folder."""
-  return folder.name if folder.parent.name == "snapshots" else None
+  """Returns the commit of a folder in the hub's cache; None for any other folder.
+
+  The folder of a GGUF file (`gguf.folder`) links to the file in the hub's cache.
+  """
+  link = folder / "model.gguf"
+  places = link.readlink().parents if link.is_symlink() else [folder]
+  return next((x.name for x in places if x.parent.name == "snapshots"), None)
 
 
 def is_cached(hub_id: str, file: str, revision: str | None = None) -> bool:

@@ -98,21 +98,20 @@ def save_pretrained(
   origin = None if source is None else pathlib.Path(source)
   if origin is not None and not origin.is_dir():
     raise FileNotFoundError(
-      f"there is no folder {origin}: give the folder with the tokenizer files"
+      f"there is no folder {origin}: give the folder with the tokenizer files (that of "
+      "a GGUF file is automodel.resolve_folder(FILE))"
     )
   config = model.config
   if dtype is not None and isinstance(config, TransformerConfig):
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
-  hf = family.config_to_hf(config)
-  if isinstance(config, TransformerConfig):
-    _check_complete(config, hf, family)
+  hf = described(config, family)
   known = {}
   if origin is not None and (origin / "config.json").is_file():
     known = tensor_files.read_json(origin / "config.json")
   hf = _unknown_fields(known, hf, family) | hf | _token_ids(known)
   hf |= hf_fields or {}
   errors: list[CastError] = []
-  tensors = list(_tensors(model, family, dtype, errors))
+  tensors = list(new_tensors(model, family, dtype, errors))
   together = tensor_files.is_spread(model)
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
@@ -123,16 +122,22 @@ def save_pretrained(
   lora_modules.report_errors(errors, None, _log)
 
 
+def described(config: Any, family: Family) -> dict[str, Any]:
+  """Returns the family's `config.json` of a model.
+
+  Raises:
+    ValueError: a field is read back with another value, so that the file would be read
+      as another model; the message names both values.
+  """
+  hf = family.config_to_hf(config)
+  if isinstance(config, TransformerConfig):
+    _check_complete(config, hf, family)
+  return hf
+
+
 def _check_complete(
   config: TransformerConfig, hf: Mapping[str, Any], family: Family
 ) -> None:
-  """Refuses a model that the family's `config.json` cannot describe.
-
-  The file would be read back as another model.
-
-  Raises:
-    ValueError: a field is read back with another value; the message names both.
-  """
   back = _canonical(family.config_from_hf(hf))
   for name, value in vars(_canonical(config)).items():
     reread = getattr(back, name)
@@ -206,16 +211,22 @@ def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
     shutil.copyfile(file, target)
 
 
-def _tensors(
+def new_tensors(
   model: Transformer,
   family: Family,
   dtype: DTypeLike | None,
   errors: list[CastError],
 ) -> Iterator[NewTensor]:
-  """Yields the model's tensors, parameter by parameter.
+  """Yields the model's tensors, with adapters merged, parameter by parameter.
 
-  A parameter is fetched when its first tensor is written. The rounding error of a
-  merged adapter is appended to `errors` at that time.
+  A parameter is fetched when its first tensor is read, so that tensors are read in this
+  order.
+
+  Args:
+    model: see `save_pretrained`.
+    family: the kind of model.
+    dtype: dtype of the tensors; None keeps the model's.
+    errors: gets the rounding error of each merged adapter when it is fetched.
   """
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():

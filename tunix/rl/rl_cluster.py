@@ -122,7 +122,7 @@ class RLCluster:
     micro_batch_size: int | None = None,
     *,
     num_generations: int = 1,
-    seed: Any = None,
+    seed: jax.Array | int | None = None,
   ) -> RolloutOutput:
     """Samples completions of prompts.
 

@@ -15,6 +15,7 @@ from tunix.serve.http.bodies import (
   LAST_EVENT,
   Answer,
   Call,
+  LargeBodies,
   Receive,
   Relay,
   Scope,
@@ -229,7 +230,7 @@ class Endpoint:
       raise ApiError(415, f"Content-Type is {kind[:100]!r}, expected application/json")
     if len(data) < _LARGE_BODY:
       return Call(body=read_json(data), query=query, size=len(data), tenant=tenant)
-    body = await asyncio.to_thread(read_json, data)
+    body = await LargeBodies.here().read(data)
     return Call(body=body, query=query, size=len(data), tenant=tenant)
 
   async def _respond(self, call: Call, sender: _Sender) -> None:

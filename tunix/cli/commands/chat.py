@@ -29,8 +29,8 @@ class ChatOptions(Sampling, ModelOptions):
   """The model, or its server, and the options of sampling.
 
   Attributes:
-    model: Hugging Face folder, or output_dir of a run with an export. With `url` a name
-      on the server; null: its first.
+    model: Hugging Face folder, GGUF file, or output_dir of a run with an export. With
+      `url` a name on the server; null: its first.
     url: server with OpenAI's routes, such as http://127.0.0.1:8000, in place of a
       folder.
     api_key_env: variable that has the server's API key.

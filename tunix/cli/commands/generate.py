@@ -23,7 +23,7 @@ class GenerateOptions(Samples, ModelOptions):
   """The model, the prompts and the options of sampling.
 
   Attributes:
-    model: Hugging Face folder, or output_dir of a run with an export.
+    model: Hugging Face folder, GGUF file, or output_dir of a run with an export.
     prompt: one prompt or several.
     prompt_file: a prompt a line, or {"prompt": text} in a .jsonl file; "-" is standard
       input.

@@ -86,7 +86,7 @@ def parser() -> Parser:
     "if they differ",
   )
   add = made.add_argument
-  add("model", metavar="MODEL", help="Hugging Face folder")
+  add("model", metavar="MODEL", help="Hugging Face folder or GGUF file")
   add("--adapter", metavar="FOLDER", help="PEFT folder")
   add("--prompt", metavar="TEXT", nargs="+", help="prompts; default: random tokens")
   add("--prompts", type=int, default=16, metavar="N", help="number of random prompts")

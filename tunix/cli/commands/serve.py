@@ -36,7 +36,7 @@ class ServeOptions:
   """The model that is served, and its devices.
 
   Attributes:
-    model: Hugging Face folder, or output_dir of a run with an export.
+    model: Hugging Face folder, GGUF file, or output_dir of a run with an export.
     adapter: NAME=FOLDER of PEFT's form; requests choose it as model NAME.
     tokenizer: folder of the tokenizer; null: that of the model.
     dtype: dtype of the computation; null: that of the checkpoint.

@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -287,7 +286,7 @@ def _write_page(
   folder: RunFolder,
   failure: type[BaseException] | None = None,
   error: BaseException | None = None,
-  _: Any = None,
+  _: object = None,
 ) -> None:
   """Writes the run's page, however the run ended, with the error that ended it.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tunix.cli.jobs import sft
+from tunix.cli.jobs.distill_settings import DistillRun, DistillSettings, StudentRollout
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.make import data as build_data, objects
 from tunix.cli.make.data import RunData
 from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings
-from tunix.cli.settings.run import Dtype, StreamRun
-from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
+from tunix.data.records import SFT
 from tunix.distillation import vocabulary
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.on_policy_trainer import (
@@ -26,12 +26,8 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
-from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.utils import checks
-from tunix.utils.setting import model_setting, setting
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -50,141 +46,6 @@ _ON_POLICY = {
   "max_completion_length": "rollout.max_tokens_to_generate",
 }
 _JSD_BETA = 0.5  # weighs both models equally
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillSettings:
-  """The teacher, and the loss that compares it with the student.
-
-  Attributes:
-    teacher: folder of the teacher. Its tokenizer must be the student's.
-    strategy: logit: divergence of the two distributions, with cross-entropy.
-      policy_gradient: reverse KL on completions of the student. null: logit.
-    on_policy_fraction: share of the steps in which the student writes the completions,
-      sampled as the section rollout says; other steps take the completions of the data,
-      whose records are prompts with one completion each. 1: training reads only the
-      prompts of the data. null: all rows come from the data, as in the job sft.
-    teacher_dtype: dtype of the teacher's computation; null: the checkpoint's.
-    temperature: temperature of both distributions; null: 2, with policy_gradient
-      rollout.temperature.
-    alpha: weight of the divergence in the loss, the rest is cross-entropy; null: 0.5.
-    top_k: compares only the teacher's top_k most probable tokens; null: all tokens.
-    divergence: divergence of the strategy logit; null: forward_kl.
-    jsd_beta: weight of the teacher in the mixture of jsd; null: 0.5.
-    cache: folder that keeps the teacher's top_k tokens of every row, so that they are
-      computed once. Without distill.teacher the folder is only read.
-  """
-
-  teacher: str | None = model_setting("teacher")
-  strategy: Literal["logit", "policy_gradient"] | None = None
-  on_policy_fraction: float | None = None
-  teacher_dtype: Dtype | None = None
-  temperature: float | None = None
-  alpha: float | None = None
-  top_k: int | None = None
-  divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
-  jsd_beta: float | None = None
-  cache: str | None = setting(None, path="written", may_change=True)
-
-  def __post_init__(self):
-    checks.fields(
-      self,
-      top_k=checks.COUNT,
-      on_policy_fraction=checks.SHARE,
-      alpha=checks.SHARE,
-      jsd_beta=checks.SHARE,
-      temperature=checks.POSITIVE,
-    )
-    fraction = self.on_policy_fraction
-    if self.strategy == "policy_gradient":
-      if fraction != 1:
-        raise ValueError(
-          "strategy is 'policy_gradient' and distill.on_policy_fraction "
-          f"{'not set' if fraction is None else fraction}; expected 1, because the "
-          "gradient is only right on completions of the student"
-        )
-      for name in ("alpha", "top_k", "divergence", "jsd_beta"):
-        if getattr(self, name) is not None:
-          raise ValueError(
-            f"{name} is {getattr(self, name)!r} and distill.strategy "
-            "'policy_gradient', which does not read it. Leave one of them out"
-          )
-    if fraction is not None and self.cache is not None:
-      raise ValueError(
-        f"cache is {self.cache!r} and distill.on_policy_fraction {fraction}; new "
-        "completions of the student are in no cache. Leave one of them out"
-      )
-    if self.teacher_dtype is not None and self.teacher is None:
-      raise ValueError(
-        f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set. Name "
-        "the teacher's folder"
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StudentRollout(RolloutConfig):
-  """The sampling of the student's completions.
-
-  Attributes:
-    seed: seed of the sampling; null: the key seed.
-  """
-
-  max_tokens_to_generate: int = 256
-  max_prompt_length: int = 256
-  seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-  stop_strings: tuple[str, ...] = ()
-  # Options of RolloutConfig that the student's sampler has not.
-  kv_cache_size: int | None = setting(None, python_only=True)
-  slots: int | None = setting(None, python_only=True)
-  gather_weights: GatherWeights = setting(None, python_only=True)
-  replay_routes: bool = setting(False, python_only=True)
-  engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillRun(StreamRun):
-  """Settings of a run of the job distill.
-
-  Attributes:
-    distill: the teacher, and the loss (docs/trainers/distill.md).
-    rollout: sampling of completions; in distill the student's completions.
-  """
-
-  job: Literal["distill"] = "distill"
-  data: RowSettings = dataclasses.field(default=RowSettings())
-  distill: DistillSettings = DistillSettings()
-  rollout: StudentRollout = StudentRollout()
-
-  @property
-  def is_on_policy(self) -> bool:
-    """True if the student writes completions that the teacher scores."""
-    return self.distill.on_policy_fraction is not None
-
-  @property
-  def follows_lengths(self) -> bool:
-    """True if rows may be as short as the longest record.
-
-    A cache finds rows by their padded tokens, so their width must not depend on the
-    other records.
-    """
-    return super().follows_lengths and self.distill.cache is None
-
-  def kind(self, *, training: bool) -> Kind:
-    """Returns the kind of the records: examples, or prompts for the student."""
-    if not self.is_on_policy:
-      return SFT
-    # Every evaluation compares on the same completions, those of the data.
-    prompts_only = training and self.distill.on_policy_fraction == 1
-    return PROMPTS if prompts_only else ANSWERED
-
-  def row_keys(self, kind: Kind) -> dict[str, str]:
-    """Returns the keys of the row length, or of the student's lengths."""
-    if kind is SFT:
-      return {"max_length": "data.max_length"}
-    return {
-      "max_prompt_length": "rollout.max_prompt_length",
-      "max_completion_length": "rollout.max_tokens_to_generate",
-    }
 
 
 def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tunix.cli.jobs import preference
 from tunix.cli.jobs.job import Job, Loaded
-from tunix.cli.jobs.preference import PreferenceRun, ResponseSettings, Unusable
+from tunix.cli.jobs.preference_settings import PreferenceRun, ResponseSettings, Unusable
 from tunix.cli.make import data as build_data
 from tunix.cli.make.data import RunData
 from tunix.data.records import LABELLED, Kind

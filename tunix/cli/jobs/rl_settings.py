@@ -6,11 +6,13 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
+from tunix.cli.make import environments
 from tunix.cli.make.rewards import RewardSettings
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
-from tunix.cli.settings.run import RunSettings, TrainingSettings
+from tunix.cli.settings.run import RunSettings
+from tunix.cli.settings.training import TrainingSettings
 from tunix.data.records import PROMPT_ROWS, Kind
 from tunix.rl import algorithms, setup
 from tunix.rl.config import PromptSizes, ScheduleSettings
@@ -150,7 +152,8 @@ class RLRun(RunSettings):
     env: function that makes the environment of a completion, which is then an episode
       of several turns: pkg.mod:make, /path/file.py:make, or with arguments
       pkg.mod:make(level=2). It also gets the prompt and the columns of the data that it
-      names. null: a completion is one answer to the prompt.
+      names. reasoning_gym:NAME(size=100) trains on tasks of reasoning-gym, and needs no
+      data.train. null: a completion is one answer to the prompt.
     episode: limits of episodes; only with env.
     samples: samples of the rollouts that are written to samples/.
   """
@@ -202,6 +205,11 @@ class RLRun(RunSettings):
       raise ValueError(
         f"env is set and data.pad_to is {self.data.pad_to!r}, and the lengths of an "
         "environment's prompts are not known. Leave data.pad_to out"
+      )
+    if environments.tasks(self.env) is not None and self.data.train is not None:
+      raise ValueError(
+        f"env is {self.env!r}, which names the prompts, and data.train is set, too. "
+        "Leave data.train out, or set env to reasoning_gym to keep it"
       )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(

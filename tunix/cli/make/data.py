@@ -126,7 +126,7 @@ def open_records(config: RunSettings) -> dict[str, Records]:
     name: data_sources.open_records(
       names, config.kind(training=name == "train"), weights, config.data.columns
     )
-    for name, names, weights in config.data.sources()
+    for name, names, weights in config.data.sources(environments.tasks(_env(config)))
   }
 
 

@@ -6,6 +6,7 @@ data.array_record                 ArrayRecord of JSON objects; also a-*.array_re
 hf:ORG/NAME                       data set of the Hugging Face hub, its split "train"
 hf:ORG/NAME('main', split='test') further arguments of `datasets.load_dataset`
 tfds:NAME(split='test')           arguments of `tensorflow_datasets.data_source`
+reasoning_gym:NAME(size=100)      tasks, see `tunix.rl.env.adapters.reasoning_gym`
 pkg.mod:fn, file.py:fn(name='x')  result of a function: any object with a length and
                                   items; without a name the function is `create_dataset`
 """
@@ -24,12 +25,14 @@ from tunix.data.reading import files
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import HeldRecords, Records, Renamed
 from tunix.data.records import Kind
+from tunix.rl.env.adapters import reasoning_gym
 from tunix.utils import optional
 
 # Prefix -> (package, function, what to install).
 _LIBRARIES = {
   "hf": ("datasets", "load_dataset", "tunix[data]"),
   "tfds": ("tensorflow_datasets", "data_source", "tunix[data]"),
+  reasoning_gym.PREFIX: ("reasoning_gym", "Tasks", "tunix[reasoning-gym]"),
 }
 _LIBRARY = re.compile(rf"({'|'.join(_LIBRARIES)}):([^()]+)(\(.*\))?")
 _FUNCTION = re.compile(r"([\w.]+|.+\.py):\w+(\(.*\))?", re.DOTALL)
@@ -112,8 +115,12 @@ def _from_library(prefix: str, name: str, call: str | None) -> Any:
   package, function, install = _LIBRARIES[prefix]
   module = optional.require(package, f"reading {prefix}:{name}", install)
   args, kwargs = data.parse_call_string(call or "()")
+  if prefix == reasoning_gym.PREFIX:
+    module = reasoning_gym
+  else:
+    kwargs = {"split": "train"} | kwargs
   with _named(f"{prefix}:{name}"):
-    return getattr(module, function)(name, *args, **{"split": "train"} | kwargs)
+    return getattr(module, function)(name, *args, **kwargs)
 
 
 @contextlib.contextmanager

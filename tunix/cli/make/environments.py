@@ -9,6 +9,13 @@ from typing import Any
 from tunix.cli.make import objects, rewards
 from tunix.cli.utils import call_strings
 from tunix.rl.env import making
+from tunix.rl.env.adapters import reasoning_gym
+
+
+def tasks(text: str | None) -> str | None:
+  """Returns the source of the prompts that the key `env` names, if it names one."""
+  is_source = (text or "").startswith(f"{reasoning_gym.PREFIX}:")
+  return text if is_source else None
 
 
 def make_env(text: str) -> Callable[..., Any]:
@@ -20,6 +27,8 @@ def make_env(text: str) -> Callable[..., Any]:
   """
   if objects.is_name(text):
     return objects.get(text)
+  if tasks(text) or text == reasoning_gym.PREFIX:
+    return reasoning_gym.TaskEnv
   call = call_strings.parse_call_string(text)
   if call.source is None or call.name is None:
     raise ValueError(
@@ -50,4 +59,6 @@ def check(text: str, columns: Sequence[str]) -> None:
 
 def digest(text: str | None) -> str:
   """Returns the digest of the file that defines the environments; "" for None."""
+  if text == reasoning_gym.PREFIX:
+    text = f"{text}:"
   return "" if text is None else rewards.source_digest(text)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tunix.cli.make import former, objects
+from tunix.cli.make import former, gguf as gguf_export, objects
 from tunix.cli.make.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
 from tunix.models import automodel, lora, safetensors_saver
@@ -18,7 +18,11 @@ from tunix.models.transformer.model import Transformer
 
 
 def export(
-  config: RunSettings, model: Transformer, kind: str, folder: pathlib.Path
+  config: RunSettings,
+  model: Transformer,
+  kind: str,
+  folder: pathlib.Path,
+  gguf: str | None = None,
 ) -> None:
   """Writes a model (with adapters merged) or an adapter, with the tokenizer.
 
@@ -27,11 +31,24 @@ def export(
     model: the trained model.
     kind: "full", "merged" or "adapter".
     folder: folder to write.
+    gguf: type of the tensors of a GGUF file; None: safetensors.
 
   Raises:
     ValueError: `kind` does not fit the model.
     OSError: the disk is full or not writable.
   """
+  config = dataclasses.replace(config, tokenizer=_saved_settings(config))
+  if gguf is None:
+    _export_folder(config, model, kind, folder)
+  else:
+    gguf_export.export(config, model, kind, folder, gguf)
+  if jax.process_index() == 0 and config.export.checksums:
+    file_sums.write(folder)
+
+
+def _export_folder(
+  config: RunSettings, model: Transformer, kind: str, folder: pathlib.Path
+) -> None:
   path = None if objects.is_name(config.model.path) else config.model.path
   if kind == "adapter":
     lora.save_adapter(model, folder, base=path, revision=config.model.revision)
@@ -45,12 +62,9 @@ def export(
     safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
   if jax.process_index() != 0:
     return
-  config = dataclasses.replace(config, tokenizer=_saved_settings(config))
   # A model without settings of the tokenizer has a copy of the tokenizer of `source`.
   if kind == "adapter" or config.tokenizer != TokenizerSettings():
     ModelLoader(config).tokenizer().save(folder)
-  if config.export.checksums:
-    file_sums.write(folder)
 
 
 def _saved_settings(config: RunSettings) -> TokenizerSettings:

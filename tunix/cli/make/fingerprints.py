@@ -22,6 +22,7 @@ from tunix.data.reading.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.files import tensor_files
+from tunix.models.gguf import tensors as gguf_tensors
 
 # Bytes that are read at the start and at the end of each tensor. Whole files would take
 # minutes, and training or merging changes every number of a tensor.
@@ -91,7 +92,10 @@ def of_model(folder: pathlib.Path) -> str:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
   config = tensor_files.read_json(folder / "config.json")
-  tensors = tensor_files.open_folder(folder)
+  gguf = folder / gguf_tensors.NAME
+  tensors = (
+    gguf_tensors.as_bytes(gguf) if gguf.exists() else tensor_files.open_folder(folder)
+  )
   weights = [_of_tensor(tensors[name]) for name in sorted(tensors)]
   return digest([json.dumps(config, sort_keys=True), weights])
 
@@ -134,11 +138,11 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
 
   Args:
     tokenizer: the tokenizer.
-    source: folder or file that it was loaded from, or a hub id, whose files are left
-      out.
+    source: folder or file that it was loaded from; or a hub id or a GGUF file, whose
+      vocabulary is left out.
   """
   place = pathlib.Path(source).expanduser()
-  folder = place.parent if place.is_file() else place
+  folder = place.parent if place.name == "tokenizer.json" else place
   for names in _VOCABULARIES:
     files = [folder / name for name in names if (folder / name).is_file()]
     if files:

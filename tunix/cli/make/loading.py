@@ -278,7 +278,7 @@ def _read_template(name: str) -> str:
     raise ValueError(f"tokenizer.chat_template: {error}") from error
 
 
-def _with_options(sizes: Any, options: dict[str, Any]) -> Any:
+def _with_options(sizes: object, options: dict[str, Any]) -> Any:
   """Returns a ModelConfig with options as AutoModel applies them to a checkpoint."""
   if options.get("param_dtype") is None:
     options = {**options, "param_dtype": options.get("dtype")}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora
+from tunix.models import automodel, lora
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
 
@@ -58,7 +58,7 @@ def check(name: str, folder: str) -> None:
   if not path.exists() and "/" not in folder:
     raise FileNotFoundError(
       f"{name} is {folder!r}, and there is no such folder. Give a folder with "
-      "config.json, or a hub id 'owner/name'"
+      "config.json, a GGUF file, or a hub id 'owner/name'"
     )
   if not path.is_dir() or (path / "config.json").is_file():
     return
@@ -143,7 +143,7 @@ def load_tokenizer(
   if adapter is None or not (pathlib.Path(adapter) / _TOKENIZER).is_file():
     return named_tokenizer("--tokenizer", folder)
   # The model's own configuration lists the tokens that end a generation.
-  eos_ids = tokenizer_files.read_eos_ids(pathlib.Path(folder).expanduser())
+  eos_ids = tokenizer_files.read_eos_ids(automodel.resolve_folder(folder))
   trained = TokenizerAdapter.from_pretrained(adapter)
   return TokenizerAdapter(trained, eos_ids=eos_ids)
 

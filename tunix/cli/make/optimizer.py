@@ -312,7 +312,7 @@ def muon_matrices(params: Any) -> Any:
     params: parameters as a pytree.
   """
 
-  def axes(path: Any, _: Any) -> Any:
+  def axes(path: Any, _: object) -> Any:
     is_matrix = _is_matrix(tree.path_name(path))
     return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
 

@@ -7,7 +7,8 @@ import pathlib
 from typing import Any
 
 from tunix.cli.settings import keys, mesh as mesh_axes
-from tunix.cli.settings.run import MicroBatchSettings, RunSettings
+from tunix.cli.settings.run import RunSettings
+from tunix.cli.settings.training import MicroBatchSettings
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig

@@ -61,7 +61,7 @@ def settle(
 def _names_hub_id(path: str | None) -> bool:
   if path is None or objects.is_name(path):
     return False
-  return not pathlib.Path(path).expanduser().is_dir()
+  return not pathlib.Path(path).expanduser().exists()
 
 
 def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:

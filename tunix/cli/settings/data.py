@@ -21,9 +21,10 @@ class DataSettings:
   Attributes:
     train: records to train on: a file of JSON lines, .json (an array), .csv, .parquet
       or a-*.array_record (JSON objects), gs://BUCKET/FILE, hf:ORG/NAME(split='train'),
-      tfds:NAME(split='train'), or a function that returns records, pkg.mod:fn or
-      file.py:fn(name='x'). A list of several is read one after the other, or mixed by
-      data.weights. Records of Alpaca, ShareGPT, TRL and OpenAI are read as well.
+      tfds:NAME(split='train'), reasoning_gym:NAME(size=100), or a function that
+      returns records, pkg.mod:fn or file.py:fn(name='x'). A list of several is read one
+      after the other, or mixed by data.weights. Records of Alpaca, ShareGPT, TRL and
+      OpenAI are read as well.
       `dataset_name` is another name of this key.
     eval: records for the evaluations before, during and after the training, named as in
       data.train; null: no evaluation.
@@ -80,15 +81,21 @@ class DataSettings:
       train = self.train if isinstance(self.train, tuple) else (self.train,)
       mixture.check_weights(self.weights, len(train))
 
-  def sources(self) -> Iterator[tuple[str, tuple[str, ...] | str, tuple[float, ...]]]:
+  def sources(
+    self, train: tuple[str, ...] | str | None = None
+  ) -> Iterator[tuple[str, tuple[str, ...] | str, tuple[float, ...]]]:
     """Yields ("train" or "eval", sources, weights) for the keys that are set.
+
+    Args:
+      train: source of another key, for a run without data.train.
 
     Raises:
       ValueError: data.train is not set.
     """
-    if self.train is None:
+    train = train if self.train is None else self.train
+    if train is None:
       raise ValueError("data.train is not set. Give a file of JSON lines")
-    yield "train", self.train, self.weights
+    yield "train", train, self.weights
     if self.eval is not None:
       yield "eval", self.eval, ()
 

@@ -80,7 +80,7 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key
       yield from walk(inner, f"{dotted}.")
 
 
-def as_plain(section: Any) -> dict[str, Any]:
+def as_plain(section: object) -> dict[str, Any]:
   """Returns the keys of a section with their values, nested, as YAML and JSON types."""
   plain_values = {}
   for name, key in of(type(section)).items():

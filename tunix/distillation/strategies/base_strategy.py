@@ -103,7 +103,7 @@ class BaseStrategy(abc.ABC):
     return student_model, teacher_model
 
   def post_process_models(
-    self, student_model: nnx.Module, teacher_model: Any
+    self, student_model: nnx.Module, teacher_model: nnx.Module
   ) -> tuple[nnx.Module, Any]:
     """Restores the models that `pre_process_models` prepared."""
     return student_model, teacher_model

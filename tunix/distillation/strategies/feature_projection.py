@@ -74,7 +74,7 @@ class FeatureProjectionStrategy(FeatureStrategy):
     return ModelWithFeatureProjection(student_model, *shapes, rngs=rngs), teacher_model
 
   def post_process_models(
-    self, student_model: nnx.Module, teacher_model: Any
+    self, student_model: nnx.Module, teacher_model: nnx.Module
   ) -> tuple[nnx.Module, Any]:
     """Unwraps the student; the projection is dropped."""
     assert isinstance(student_model, ModelWithFeatureProjection)

@@ -126,7 +126,7 @@ class LogitStrategy(BaseStrategy):
     return student_model, teacher_model
 
   def post_process_models(
-    self, student_model: nnx.Module, teacher_model: Any
+    self, student_model: nnx.Module, teacher_model: nnx.Module
   ) -> tuple[nnx.Module, Any]:
     """Removes the teacher's unembedding from the student."""
     # The settings stay: another trainer may still use this strategy.

@@ -124,7 +124,7 @@ def format_of(template: Any) -> str:
   return next(names, "none")
 
 
-def format_for(template: Any, tools: Tools, name: str = "auto") -> ToolFormat:
+def format_for(template: object, tools: Tools, name: str = "auto") -> ToolFormat:
   """Returns the form in which the answers to a prompt are read.
 
   Args:

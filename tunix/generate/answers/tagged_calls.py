@@ -157,7 +157,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _joined(
-  schema: object, root: Any, followed: set[str]
+  schema: object, root: object, followed: set[str]
 ) -> Iterator[Mapping[str, Any]]:
   """Yields a schema and the schemas that it includes by `allOf` and local `$ref`.
 
@@ -180,7 +180,9 @@ def _joined(
       todo.append(target)
 
 
-def _types(schema: object, root: Any, followed: set[str], depth: int = 0) -> set[str]:
+def _types(
+  schema: object, root: object, followed: set[str], depth: int = 0
+) -> set[str]:
   """Returns the names of types that a JSON schema allows; none if it names none.
 
   See `_joined` for the arguments; `depth` is the number of alternatives around the
@@ -209,7 +211,7 @@ def _type(value: object) -> str:
   return "null" if value is None else "string" if isinstance(value, str) else "other"
 
 
-def _value(text: str, schema: object, root: Any) -> Any:
+def _value(text: str, schema: object, root: object) -> Any:
   """Returns the value of an argument, which is its text if nothing else fits.
 
   If the schema allows a text, the text is taken as it is, except for null and for the

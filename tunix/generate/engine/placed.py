@@ -31,7 +31,7 @@ class PlacedEngine(Engine):
     tokenizer: Any,
     config: EngineConfig,
     mesh: Mesh,
-    draft_model: Any = None,
+    draft_model: nnx.Module | None = None,
   ):
     self._mesh = mesh
     with mesh_lib.use_mesh(mesh):

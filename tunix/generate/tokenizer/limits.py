@@ -154,7 +154,7 @@ class without_panic:
   def __enter__(self) -> None:
     return None
 
-  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+  def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
     if kind is not None and kind.__name__ == "PanicException":
       raise ValueError(
         f"{self.folder or 'the tokenizer'}: tokenizer.json fails on this text "

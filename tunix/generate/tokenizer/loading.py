@@ -18,6 +18,7 @@ from tunix.generate.tokenizer import (
 )
 from tunix.generate.tokenizer.backends import TokenizersBackend
 from tunix.models import hub
+from tunix.models.gguf import folder as gguf_folder
 from tunix.utils import optional
 
 _NAME = re.compile(r"[\w.-]+")  # The hub's oldest models have no owner: "gpt2".
@@ -26,7 +27,7 @@ Path = str | os.PathLike[str]
 
 
 def load_pretrained(path: Path, revision: str | None = None) -> Any:
-  """Returns the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
+  """Returns the tokenizer of a folder, a `tokenizer.json`, a GGUF file or a model id.
 
   Args:
     path: the folder, the file, or a model id "owner/name".
@@ -40,9 +41,13 @@ def load_pretrained(path: Path, revision: str | None = None) -> Any:
     ImportError: the folder has no `tokenizer.json`, and transformers is missing.
     ValueError: a file is damaged, or a folder is given a revision.
   """
+  if (made := gguf_folder.with_tokenizer(path, revision)) is not None:
+    path, revision = made, None
   source = pathlib.Path(path).expanduser()
   if source.is_file() and source.name != "tokenizer.json":
-    raise ValueError(f"{source} is no tokenizer.json; give its folder, or that file")
+    raise ValueError(
+      f"{source} is no tokenizer.json and no GGUF file; give its folder, or such a file"
+    )
   folder = source.parent if source.is_file() else source
   if folder.is_dir() and revision is not None:
     raise ValueError(f"revision is {revision!r} and {folder} is a folder: leave it out")

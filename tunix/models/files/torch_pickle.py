@@ -129,7 +129,7 @@ class _Machine:
   def pop(self) -> Any:
     return self.stack.pop()
 
-  def mark(self, _: Any) -> None:
+  def mark(self, _: object) -> None:
     self.below.append(self.stack)
     self.stack = []
 
@@ -167,13 +167,13 @@ class _Machine:
       raise ValueError(f"it names {brief(full)}, which no tensor needs")
     self.push(_Name(full))
 
-  def stack_name(self, _: Any) -> None:
+  def stack_name(self, _: object) -> None:
     name, module = self.pop(), self.pop()
     if not isinstance(name, str) or not isinstance(module, str):
       raise ValueError("its pickle has a module or function name that is no string")
     self.name(module, name)
 
-  def reduce(self, _: Any) -> None:
+  def reduce(self, _: object) -> None:
     arguments, function = self.pop(), self.pop()
     if not isinstance(function, _Name) or function.name not in _CALLS:
       raise ValueError("its pickle calls a value that is no function")
@@ -181,13 +181,13 @@ class _Machine:
       raise ValueError(f"{function.name} has {type(arguments).__name__} as arguments")
     self.push(_CALLS[function.name](*arguments))
 
-  def build(self, _: Any) -> None:
+  def build(self, _: object) -> None:
     """Drops the attributes of a dict: modules store their version numbers there."""
     state = self.pop()
     if not isinstance(self.stack[-1], dict) or not isinstance(state, dict):
       raise ValueError("its pickle sets attributes of a value that is no dict")
 
-  def storage(self, _: Any) -> None:
+  def storage(self, _: object) -> None:
     tag, kind, key, _, count = self.pop()
     if tag != "storage" or not isinstance(kind, _Name) or kind.name not in _STORAGES:
       raise ValueError("its pickle refers to a value that is no storage")
@@ -233,7 +233,7 @@ def _typed_tensor(*parts: Any) -> StoredTensor:
   return _tensor(storage, start, shape, strides, grad, hooks, *rest, dtype=dtype)
 
 
-def _parameter(tensor: Any, *_: Any) -> StoredTensor:
+def _parameter(tensor: Any, *_: object) -> StoredTensor:
   if type(tensor) is not StoredTensor:
     raise ValueError("a parameter holds no tensor")
   return tensor

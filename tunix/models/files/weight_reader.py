@@ -49,7 +49,7 @@ class WeightReader:
   def __enter__(self) -> WeightReader:
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, *_: object) -> None:
     self._pool.shutdown()
 
   def settle(self) -> None:

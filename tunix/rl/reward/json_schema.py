@@ -151,7 +151,7 @@ def _check_references(resource: Any, resolver: Any) -> None:
 
 
 def _multiple_of(
-  _: Any, step: float, value: Any, schema: Mapping[str, Any]
+  _: object, step: float, value: Any, schema: Mapping[str, Any]
 ) -> Iterator[Any]:
   from jsonschema.exceptions import ValidationError
 

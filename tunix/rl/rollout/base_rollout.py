@@ -251,7 +251,7 @@ class BaseRollout(abc.ABC):
     rollout_config: RolloutConfig,
     *,
     num_generations: int = 1,
-    seed: Any = None,
+    seed: jax.Array | int | None = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
     """Returns `num_generations` completions of each prompt.

@@ -205,7 +205,7 @@ class RolloutHost:
     prompts: list[Any],
     config: dict[str, Any],
     num_generations: int,
-    seed: Any,
+    seed: jax.Array | int | None,
     first_prompt: int,
   ) -> dict[str, Any]:
     """Draws completions; see `BaseRollout.generate` and `shared_rollout.to_json`."""
@@ -227,7 +227,7 @@ class RolloutHost:
     owner: str,
     stamp: str,
     config: dict[str, Any],
-    seed: Any,
+    seed: jax.Array | int | None,
     episodes: int,
     limit: int,
     first: int,

@@ -115,7 +115,7 @@ class RemoteRollout(SharedRollout):
     rollout_config: RolloutConfig,
     *,
     num_generations: int,
-    seed: Any,
+    seed: jax.Array | int | None,
     first_prompt: int,
   ) -> RolloutOutput:
     stamp = self.version.stamp

@@ -34,7 +34,7 @@ class SharedRollout(BaseRollout):
     rollout_config: RolloutConfig,
     *,
     num_generations: int = 1,
-    seed: Any = None,
+    seed: jax.Array | int | None = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
     """Returns completions of all prompts, of which this process draws its share.
@@ -76,7 +76,7 @@ class SharedRollout(BaseRollout):
     rollout_config: RolloutConfig,
     *,
     num_generations: int,
-    seed: Any,
+    seed: jax.Array | int | None,
     first_prompt: int,
   ) -> RolloutOutput:
     """Draws completions in this process; see `BaseRollout.generate`."""

@@ -57,7 +57,7 @@ def _encoded(fields: dict[str, Any]) -> dict[str, Any]:
   return array_codec.to_json({k: x for k, x in fields.items() if x is not None})
 
 
-def seed_to_json(seed: Any) -> Any:
+def seed_to_json(seed: jax.Array | int | None) -> Any:
   """Returns a seed (an int, a jax.random key, or None) as JSON."""
   if not isinstance(seed, jax.Array):
     return seed
@@ -65,7 +65,7 @@ def seed_to_json(seed: Any) -> Any:
   return {"impl": str(jax.random.key_impl(seed)), "words": words}
 
 
-def seed_from_json(saved: Any) -> Any:
+def seed_from_json(saved: object) -> Any:
   """Returns the seed of `seed_to_json`."""
   if not isinstance(saved, dict):
     return saved

@@ -145,7 +145,7 @@ class Ahead(Schedule):
     """Returns rollouts of an evaluation, sampled with the current weights."""
 
   @abc.abstractmethod
-  def _from_json(self, saved: Any) -> Job:
+  def _from_json(self, saved: object) -> Job:
     """Restores a job from an element of the result of `to_json`."""
 
   # Subclasses share these methods.

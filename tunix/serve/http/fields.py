@@ -78,9 +78,10 @@ class Fields:
       return float(value)
     return self._refuse(field, value, f"a number from {low:g} to {high:g}")
 
-  def texts(self, field: str) -> tuple[str, ...]:
-    """Takes a string, or a list of strings."""
+  def texts(self, field: str, most: int | None = None) -> tuple[str, ...]:
+    """Takes a string, or a list of strings; `most` is its longest length."""
     value = self.raw(field, [])
+    self._check_length(field, value, most, "texts")
     items = [value] if isinstance(value, str) else value
     if isinstance(items, list) and all(isinstance(item, str) for item in items):
       return tuple(items)
@@ -89,15 +90,18 @@ class Fields:
   def wholes(self, field: str, most: int | None = None) -> list[int] | None:
     """Takes a list of integers of at least 0; `most` is its longest length."""
     value = self.raw(field)
-    if most is not None and isinstance(value, list) and len(value) > most:
-      raise bad(
-        self.name(field),
-        f"{self.name(field)} has {len(value)} ids, expected at most {most}",
-        "invalid_value",
-      )
+    self._check_length(field, value, most, "ids")
     if value is None or is_ids(value):
       return value
     return self._refuse(field, value, "a list of token ids")
+
+  def _check_length(self, field: str, value: Any, most: int | None, what: str) -> None:
+    if most is not None and isinstance(value, list) and len(value) > most:
+      raise bad(
+        self.name(field),
+        f"{self.name(field)} has {len(value)} {what}, expected at most {most}",
+        "invalid_value",
+      )
 
   def object(self, field: str) -> dict[str, Any]:
     """Takes a JSON object; empty if there is none."""

@@ -126,7 +126,7 @@ def _read_filters(fields: Fields) -> dict[str, Any]:
 
 
 def _read_stops(fields: Fields) -> tuple[str, ...]:
-  texts = fields.texts("stop")
+  texts = fields.texts("stop", stops.MOST)
   try:
     stops.check(texts, fields.name("stop"))
   except ValueError as error:

@@ -35,7 +35,7 @@ def check(mesh: jax.sharding.Mesh | None) -> None:
     )
 
 
-def layout(opt_state: Any, shardings: Any) -> Any:
+def layout(opt_state: optax.OptState, shardings: Any) -> Any:
   """Returns shardings that place an optimizer's state in host memory.
 
   Args:

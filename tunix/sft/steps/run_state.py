@@ -124,7 +124,7 @@ def init_optimizer(
   )
 
 
-def optimizer_shardings(opt_state: Any, params: Arrays, mesh: Mesh) -> Any:
+def optimizer_shardings(opt_state: optax.OptState, params: Arrays, mesh: Mesh) -> Any:
   """Returns a sharding for each array of an optimizer state.
 
   An optax state repeats the tree of the parameters inside its own tree, once for each
@@ -146,7 +146,7 @@ def optimizer_shardings(opt_state: Any, params: Arrays, mesh: Mesh) -> Any:
   return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
-def flatten_optimizer(opt_state: Any) -> Arrays:
+def flatten_optimizer(opt_state: optax.OptState) -> Arrays:
   """Returns an optimizer state as nested dicts, without the classes of optax."""
   return tree.nest(tree.flatten(opt_state))
 

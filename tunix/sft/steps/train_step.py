@@ -233,7 +233,7 @@ def jit_eval_step(skeleton: Skeleton, loss: BatchLoss) -> Callable[..., Any]:
   return jax.jit(make_eval_step(skeleton, loss))
 
 
-def injected_learning_rate(opt_state: Any) -> jax.Array | None:
+def injected_learning_rate(opt_state: optax.OptState) -> jax.Array | None:
   """Returns the learning rate in the state of `optax.inject_hyperparams`, or None."""
   rates = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
   return jnp.asarray(rates[0][1], jnp.float32) if rates else None

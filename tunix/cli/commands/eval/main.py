@@ -44,7 +44,8 @@ class EvalOptions(Samples, ModelOptions):
   """The model, the files and the options of sampling.
 
   Attributes:
-    model: Hugging Face folder or folder of a run; a reward model for `pairs`.
+    model: Hugging Face folder, GGUF file, or folder of a run; for `pairs` a reward
+      model.
     data: file of fine-tuning records: measures log-likelihood.
     pairs: file of preference pairs: measures pairwise accuracy.
     prompts: file of prompts with columns: samples completions.

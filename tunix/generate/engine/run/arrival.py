@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Iterator, Sequence as Seq
-from typing import Any
 
 import jax
 import numpy as np
@@ -117,11 +116,15 @@ def _matcher(ticket: Ticket, vocab_size: int) -> Matcher | None:
   return matcher
 
 
-def _key_data(seed: Any) -> np.ndarray:
+def _key_data(seed: jax.Array | int | None) -> np.ndarray:
   """Returns the data of a request's random key, uint32 [2]."""
   if isinstance(seed, int):
     return _int_key(seed)
-  key = batching.random_key(secrets.randbits(32) if seed is None else seed)
+  if (
+    seed is None
+  ):  # any numbers are a key; an operation of JAX takes half a millisecond
+    return np.frombuffer(secrets.token_bytes(8), np.uint32)
+  key = batching.random_key(seed)
   data = np.asarray(jax.random.key_data(key))
   if data.shape != (2,):  # another kind of key, from which a default one is drawn
     data = np.asarray(jax.random.bits(key, (2,), np.uint32))

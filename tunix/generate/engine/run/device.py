@@ -65,7 +65,7 @@ class Device:
     model: Transformer,
     config: EngineConfig,
     gather_weights: GatherWeights,
-    draft_model: Any = None,
+    draft_model: nnx.Module | None = None,
   ):
     self._config = config
     self.draft: DraftModel | None = None

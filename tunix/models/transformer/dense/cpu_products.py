@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ class TiledKernel(nnx.Module):
     count, inputs, columns = self.tiles.shape
     return inputs, count * columns
 
-  def __getitem__(self, _: Any) -> jax.Array:
+  def __getitem__(self, _: object) -> jax.Array:
     """Returns the kernel [in, out]; the index is ignored."""
     return self.tiles[...].swapaxes(0, 1).reshape(self.shape)
 

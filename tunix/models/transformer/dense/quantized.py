@@ -219,7 +219,7 @@ class QuantizedKernel(nnx.Module):
     """Returns the codes' metadata; `out_sharding` has an entry per kernel axis."""
     return self.codes.get_metadata() if name is None else self.codes.get_metadata(name)
 
-  def __getitem__(self, _: Any) -> jax.Array:
+  def __getitem__(self, _: object) -> jax.Array:
     """Returns the whole kernel, dequantized; the index is ignored."""
     return decode(self.codes[...], self.scales[...], self.method, self.dtype)
 

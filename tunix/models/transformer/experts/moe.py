@@ -30,7 +30,7 @@ Experts = MLP | FusedGatedMLP
 _WHOLE = {"router", "correction", "in_norm", "router_scale", "expert_scale"}
 
 
-def _of_router(path: tuple[Any, ...], _: Any) -> bool:
+def _of_router(path: tuple[Any, ...], _: object) -> bool:
   return not _WHOLE.isdisjoint(path)
 
 

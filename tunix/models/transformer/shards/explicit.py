@@ -90,12 +90,12 @@ def row_spec(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
   return mesh_lib.fit_spec((sharding.batch_axes(rules), rules.cp, last), shape, mesh)
 
 
-def hidden_spec(model: Any, tokens: Any) -> PartitionSpec:
+def hidden_spec(model: Any, tokens: jax.Array) -> PartitionSpec:
   """Returns the spec of hidden states [B, T, D] for tokens [B, T]."""
   return row_spec(model, *tokens.shape[:2], model.config.embed_dim)
 
 
-def logits_spec(model: Any, hidden: Any) -> PartitionSpec:
+def logits_spec(model: Any, hidden: jax.Array) -> PartitionSpec:
   """Returns the spec of logits [B, T, V], or of scores [B, T, n].
 
   The vocabulary is split like the unembedding's, over tp.
