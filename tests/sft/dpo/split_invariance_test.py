@@ -135,3 +135,12 @@ def test_answers_of_different_widths():
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), [narrow, wide]), want)
+
+
+def test_pairs_that_share_rows_are_refused_where_rows_of_one_pair_are_needed():
+  (shared,) = preferences.shared(preferences.pairs(), 4)
+  make = lambda **more: preferences.trainer(policy(2), **more)
+  with pytest.raises(ValueError, match="share rows, which cannot be cut into 2 micro"):
+    make(gradient_accumulation_steps=2).train_step(shared)
+  with pytest.raises(ValueError, match="shared_prompt is set and the pairs of the bat"):
+    make(shared_prompt=True).train_step(shared)
