@@ -120,6 +120,18 @@ def test_slices_are_those_of_the_library(kind, tmp_path):
   assert tensors.config_json(header.read(file))["dtype"] == "bfloat16"
 
 
+def test_gemma_is_capped_as_llama_cpp_does(tmp_path):
+  hf, arrays = ggufs.source("gemma4")
+  read = header.read(ggufs.write(tmp_path / "model.gguf", hf, arrays))
+  field = "final_logit_softcapping"
+  assert tensors.config_json(read)[field] is None
+  del read.metadata[f"gemma4.{field}"]
+  assert tensors.config_json(read)[field] == 30.0
+  hf, arrays = ggufs.source("gemma2")
+  with pytest.raises(ValueError, match=r"softcapping None; llama\.cpp"):
+    ggufs.write(tmp_path / "other.gguf", hf | {"attn_logit_softcapping": None}, arrays)
+
+
 # Largest error of random weights, relative to their norm.
 ERRORS = {"F32": 0, "Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.04, "Q5_1": 0.04}
 ERRORS |= {"Q5_0": 0.05, "Q4_K": 0.08, "Q4_0": 0.09, "Q3_K": 0.16, "Q2_K": 0.3}

@@ -29,7 +29,8 @@ _FIELDS = {
   "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _WINDOW = {"sliding_window": "attention.sliding_window"}
-_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_FINAL, _INNER = "final_logit_softcapping", "attn_logit_softcapping"
+_CAP = {_FINAL: _FINAL}
 _EXPERTS = {
   "num_experts": "expert_count",
   "moe_intermediate_size": "expert_feed_forward_length",
@@ -109,6 +110,15 @@ def _both_ropes(file: File, theta: float, local: float) -> Json:
   return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
+def _write_gemma2(hf: Json) -> Json:
+  if not (hf[_FINAL] and hf[_INNER]):
+    raise ValueError(
+      f"{_FINAL} is {hf[_FINAL]!r} and {_INNER} {hf[_INNER]!r}; llama.cpp computes "
+      "'gemma2' with both caps only. Export safetensors instead"
+    )
+  return {}
+
+
 def _local_theta(hf: Json) -> Json:
   return {_LOCAL_THETA: hf["rope_parameters"]["sliding_attention"]["rope_theta"]}
 
@@ -185,6 +195,8 @@ def _read_gemma4(file: File, hf: Json) -> Json:
     "hidden_size_per_layer_input": file.whole("embedding_length_per_layer_input", 0),
     "vocab_size_per_layer_input": table[0],
     "enable_moe_block": file.whole("expert_count", 0) > 0,
+    # llama.cpp caps at 30 if the file does not say otherwise; 0 means no cap.
+    _FINAL: 30.0 if _FINAL not in file.metadata else file.scalar(_FINAL),
     **_both_ropes(file, 1_000_000.0, 10_000.0),
   }
 
@@ -210,6 +222,7 @@ def _write_gemma4(hf: Json) -> Json:
     "embedding_length_per_layer_input": hf["hidden_size_per_layer_input"],
     "rope.dimension_count": hf["global_head_dim"],
     "rope.dimension_count_swa": hf["head_dim"],
+    _FINAL: float(hf[_FINAL] or 0),
   }
 
 
@@ -265,11 +278,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
       _GEMMA,
       name="gemma2",
       model_types=("gemma2",),
-      fields=_FIELDS
-      | _WINDOW
-      | _CAP
-      | {"attn_logit_softcapping": "attn_logit_softcapping"},
+      fields=_FIELDS | _WINDOW | _CAP | {_INNER: _INNER},
       fixed=lambda hf: _GELU | _scalar(hf, 46) | _every(hf, 2),
+      write=_write_gemma2,
     ),
     dataclasses.replace(
       _GEMMA,
@@ -285,7 +296,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
       model_types=("gemma4_text", "gemma4"),
       fields=_GEMMA4_FIELDS
       | _WINDOW
-      | _CAP
       | _EXPERTS
       | {"top_k_experts": "expert_used_count"},
       fixed=lambda hf: _GELU,

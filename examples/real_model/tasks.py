@@ -1,0 +1,55 @@
+"""Finds tasks of reasoning-gym that a model can partly do, before an hour of GRPO.
+
+    python examples/real_model/tasks.py MODEL 'chain_sum(max_terms=2, max_digits=1)' gcd
+
+prints for each call the share of completions that are right, and the share of prompts
+with both right and wrong completions. Only these prompts teach GRPO something.
+"""
+
+import argparse
+
+import numpy as np
+
+from tunix.cli.make import data_sources
+from tunix.data import chat
+from tunix.data.records import PROMPT_ROWS
+from tunix.generate.sampler import Sampler
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.automodel import AutoModel
+from tunix.rl.env.adapters import reasoning_gym
+from tunix.rl.env.env import Action
+
+
+def scores(sampler, tokenizer, call, prompts, samples, tokens):
+  """Returns the scores of completions, shape (prompts, samples), and the first ones."""
+  source = call if call.endswith(")") else f"{call}()"
+  source = source.replace("(", f"(size={prompts}, system=None, ")
+  records = data_sources.open_records(f"reasoning_gym:{source}", PROMPT_ROWS)
+  texts = [chat.prompt_text(r["prompt"], tokenizer, where=call) for r in records]
+  out = sampler(texts, tokens, temperature=1.0, seed=0, num_samples=samples)
+  envs = [reasoning_gym.TaskEnv(**r) for r in records for _ in range(samples)]
+  answers = [Action(text=text) for text in out.text]
+  rewards = [env.step(a).reward for env, a in zip(envs, answers, strict=True)]
+  return np.array(rewards).reshape(prompts, samples), out.text[:samples]
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("model")
+  parser.add_argument("calls", nargs="+")
+  parser.add_argument("--prompts", type=int, default=8)
+  parser.add_argument("--samples", type=int, default=4)
+  parser.add_argument("--tokens", type=int, default=16)
+  args = parser.parse_args()
+  tokenizer = TokenizerAdapter.from_pretrained(args.model)
+  sampler = Sampler(AutoModel.from_pretrained(args.model, dtype="float32"), tokenizer)
+  sizes = args.prompts, args.samples, args.tokens
+  for call in args.calls:
+    found, texts = scores(sampler, tokenizer, call, *sizes)
+    is_right = found >= 1
+    mixed = is_right.any(1) & ~is_right.all(1)
+    print(f"{call}: right {is_right.mean():.2f}, mixed {mixed.mean():.2f}, {texts}")
+
+
+if __name__ == "__main__":
+  main()
