@@ -64,6 +64,7 @@ def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
   file = tmp_path / "records.jsonl"
   file.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
   keys = long | {"job": job, "data__train": file, "data__eval": file}
+  keys["data__pad_to"] = "longest" if job in ("dpo", "orpo") else "shared"
   fields = [f"{n}_{part}" for n in ("prompt", *names) for part in ("ids", "mask")]
   data = built(keys)
   for part in (data.train, data.eval):
@@ -72,6 +73,29 @@ def test_both_sides_of_completions_follow_theirs(long, tmp_path, job):
   assert said == "64 tokens for the prompt and 64 for a completion"
   data = built(keys, data__pad_to="max_length")
   assert shapes(data.train) == dict.fromkeys(fields, (4, 512))
+
+
+@pytest.mark.parametrize(
+  ("job", "own", "rows"),
+  [
+    ("dpo", {}, 1),
+    ("orpo", {}, 1),
+    ("dpo", {"preference__shared_prompt": "true"}, None),
+    ("orpo", {"preference__shared_prompt": "true"}, None),
+    ("dpo", {"preference__reference_logps": "logps"}, None),
+    ("dpo", {"mesh": "{fsdp: -1}", "training__global_batch_size": 8}, 8),
+    ("reward", {}, None),
+  ],
+)
+def test_pairs_share_rows(long, tmp_path, job, own, rows):
+  file = tmp_path / "records.jsonl"
+  file.write_text((json.dumps(PAIR) + "\n") * 4)
+  keys = long | {"job": job, "data__train": file, "data__eval": file} | own
+  data = built(keys)
+  assert [each.rows for each in data.widths.values()] == [rows, rows]
+  for part in (data.train, data.eval):
+    for batch in part:
+      assert rows == (batch["input_tokens"].shape[0] if rows else None)
 
 
 ROLLOUTS = {"rollout__max_tokens_to_generate": 7, "data__max_length": None}
@@ -164,6 +188,15 @@ def ragged(long, tmp_path):
   file.write_text("\n".join(lines))
   own = {"data__train": file, "data__eval": file, "data__shuffle": "false"}
   return long | own
+
+
+def test_the_first_batch_of_pairs_names_their_sequences(long, tmp_path, capsys):
+  file = tmp_path / "records.jsonl"
+  file.write_text((json.dumps(PAIR) + "\n") * 4)
+  keys = long | {"job": "dpo", "data__train": file, "data__eval": file}
+  assert runs.tunix("data", "show", *runs.arguments(**keys)) == 0
+  said = capsys.readouterr().out
+  assert "pair 3, rejected: " in said and "pair 0, chosen: " in said
 
 
 @pytest.mark.parametrize("job", ["sft", "distill"])

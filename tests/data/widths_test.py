@@ -1,16 +1,20 @@
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import random
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests import toys_text
 from tests.data.pipeline_test import FIELDS, same, segments
-from tunix.data import pipeline, widths
+from tunix.data import batches, pipeline, widths
+from tunix.data.batching import buckets
+from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, SFT
 from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import STEP, UNIT, scan
@@ -368,6 +372,93 @@ def test_nonsense_is_refused(arguments, message):
   options = {"batch_size": 2, "widths": [64], **arguments}
   with pytest.raises(ValueError, match=message):
     pipeline.build_batches(source(WORDS, 256), **options)
+
+
+# Pairs whose sequences share rows.
+
+
+def shared_pairs(words, batch_size, batches=1, **options):
+  made = sides([pair(*w) for w in words], 512, 512)
+  found = widths.share(made.layout, scan(made), batch_size, batches, **options)
+  return dataclasses.replace(made, layout=found.layout), found
+
+
+FEW = [(2, 3, 5)] * 20 + [(30, 4, 20)] * 3
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_batch_of_pairs_with_shared_rows_has_the_same_tokens(micro):
+  made, found = shared_pairs(FEW, 4, micro)
+  options = {"batch_size": 4, "num_threads": 0}
+  plain = list(pipeline.build_batches(made, **options))
+  cut = list(built(made, found, batches_per_step=micro, **options))
+  for before, after in zip(plain, cut, strict=True):
+    assert after["input_tokens"].shape[0] == found.rows < 8
+    assert after["input_tokens"].shape[1] in found.lengths
+    np.testing.assert_array_equal(after["weights"], before["weights"])
+    for owner, (number, side) in enumerate(itertools.product(range(4), range(2))):
+      if not before["weights"][number]:
+        assert not after["tokens"][number].any()
+        continue
+      parts = [
+        (before[f"{name}_ids"][number], before[f"{name}_mask"][number])
+        for name in ("prompt", ("chosen", "rejected")[side])
+      ]
+      ids = np.concatenate([ids[mask != 0] for ids, mask in parts])
+      own = (after["sequence"] == owner) & (after["segment_ids"] != 0)
+      np.testing.assert_array_equal(after["input_tokens"][own], ids)
+      np.testing.assert_array_equal(after["positions"][own], np.arange(len(ids)))
+      scored = int(after["input_mask"][own].sum())
+      assert scored == after["tokens"][number, side] == parts[1][1].sum()
+
+
+def test_pairs_share_rows_where_it_saves_tokens():
+  _, found = shared_pairs(FEW, 8)
+  assert found.rows < 16
+  assert str(found).startswith(f"{found.rows} in a batch, shared by short pairs, of ")
+  full = [(64 // SEA - 1, 64 // SEA - 1, 64 // SEA - 2)] * 20
+  assert shared_pairs(full, 8)[1].rows is None  # nothing to save
+  made = sides([{**pair(1, 2, 3)}] * 8, 512, 512)
+  assert widths.share(made.layout, scan(made, 4), 8).rows is None
+  labels = [{"prompt": " sea", "completion": " sea", "label": True}] * 8
+  made = sides(labels, 512, 512, LABELLED)
+  assert widths.share(made.layout, scan(made), 8).rows is None
+
+
+def test_every_process_has_its_pairs_and_its_rows():
+  made, found = shared_pairs(FEW, 8, row_unit=2)
+  options = {"batch_size": 8, "num_threads": 0}
+  parts = [
+    list(built(made, found, process_index=i, process_count=2, **options))
+    for i in range(2)
+  ]
+  for batch, *own in zip(built(made, found, **options), *parts, strict=True):
+    for name, whole in batch.items():
+      np.testing.assert_array_equal(np.concatenate([x[name] for x in own]), whole)
+
+
+def test_an_empty_prompt_scores_nothing():
+  """Nothing predicts the first token of its completions: trainers refuse the pair."""
+  nothing, one = np.zeros(0, np.int32), np.ones(2, np.int32)
+  record = Rendered(nothing, (one, one), (one, one))
+  batch = next(
+    iter(
+      buckets.batch_pairs(
+        grain.MapDataset.source([record]).to_iter_dataset(),
+        *([], 1, 1),
+        layout=SideBySide(max_prompt_length=2, max_completion_length=2),
+        **{"pad_id": 0, "first": 0, "count": 1, "shared_rows": 1, "own": slice(0, 1)},
+      )
+    )
+  )
+  read = functools.partial(batches.read_pairs, batch, may_share=True)
+  with pytest.raises(batches.BadRow, match="row 0 of the batch: the prompt or a compl"):
+    read(batches.TextOptions())
+  assert not read(batches.TextOptions(bad_rows="skip"))["weights"].any()
+  with pytest.raises(ValueError, match=r"has the fields \['input_mask'"):
+    batches.read_pairs(
+      {**batch, "margins": [0.0]}, batches.TextOptions(), may_share=True
+    )
 
 
 def test_pairs_have_no_such_widths():

@@ -84,7 +84,9 @@ class TextOptions:
     self.tally.add(name, message)
 
 
-def read_pairs(columns: Mapping[str, Any], options: TextOptions) -> Rows:
+def read_pairs(
+  columns: Mapping[str, Any], options: TextOptions, *, may_share: bool = False
+) -> Rows:
   """Returns pairs as rows of tokens.
 
   Args:
@@ -93,6 +95,7 @@ def read_pairs(columns: Mapping[str, Any], options: TextOptions) -> Rows:
       `NAME_ids` and `NAME_mask` for `prompt`, `chosen` and `rejected`. Both may have
       `weights`.
     options: settings for text columns.
+    may_share: accepts batches of `buckets.batch_pairs` too, and returns their columns.
 
   Returns:
     int32 ids and masks, [B, P] of prompts and [B, C] of completions; `weights` float32
@@ -102,6 +105,8 @@ def read_pairs(columns: Mapping[str, Any], options: TextOptions) -> Rows:
     BadRow: a row has no useful gradient.
     ValueError: columns are missing or wrong, or text has no tokenizer.
   """
+  if may_share and "sequence" in columns:
+    return _checked_shared(columns, options)
   tokens = _as_tokens(columns, PAIR, options)
   margins = tokens.pop("margins", None)
   read = _checked(tokens, PAIR, options)
@@ -294,6 +299,22 @@ def _checked(
   same = real & ~bad & _equal_rows(read, completions)
   for index in np.flatnonzero(bad | same):
     options.refuse(f"row {index} of the batch: {_EQUAL if same[index] else _EMPTY}")
+    keep[index] = 0.0
+  return {**read, "weights": keep}
+
+
+def _checked_shared(columns: Mapping[str, Any], options: TextOptions) -> Rows:
+  """Returns the checked columns of pairs that share rows; bad pairs get weight 0."""
+  expected = {*rows.FIELDS, "sequence", "tokens", "weights"}
+  if columns.keys() != expected:
+    raise ValueError(
+      f"the batch has the fields {sorted(columns)}; expected {sorted(expected)} of "
+      "pairs that share rows. Pass batches as tunix.data.pipeline makes them"
+    )
+  read = {name: np.asarray(column) for name, column in columns.items()}
+  keep = _numbers("weights", read["weights"], len(read["tokens"]))
+  for index in np.flatnonzero((keep != 0) & (read["tokens"] == 0).any(axis=1)):
+    options.refuse(f"row {index} of the batch: {_EMPTY}")
     keep[index] = 0.0
   return {**read, "weights": keep}
 

@@ -16,8 +16,8 @@ import grain
 
 from tunix.data import rows
 from tunix.data.batching import buckets, draws, packing as packing_lib
-from tunix.data.records import SFT
-from tunix.data.rows import OneRow, Overlong
+from tunix.data.records import PAIRS, SFT
+from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.data.source import Source
 from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -112,10 +112,12 @@ def build_batches(
     widths: row lengths below `max_length`, see `tunix.data.widths`. The batches of a
       step get the smallest of these, or `max_length`, that holds their longest record.
       Order and records stay. With (), every row has `max_length` tokens. Only for the
-      layout `OneRow`, without packing and length_buckets.
+      layout `OneRow`, without packing and length_buckets; or for pairs with
+      shared_rows.
     shared_rows: rows of a batch over all processes, which its records share; a record
       attends only to itself. With widths, which may then be longer than `max_length`.
-      None: each record has a row.
+      None: each record has a row. The rows of pairs hold sequences, each of them a
+      prompt with a completion (`buckets.batch_pairs`).
     batches_per_step: consecutive batches that share a width: the micro-batches of an
       optimizer step.
     shuffle: if True, every epoch has a new order, determined by `seed`.
@@ -133,7 +135,10 @@ def build_batches(
   """
   ways = {"length_buckets": length_buckets, "packing": packing, "widths": widths}
   names = [name for name, value in ways.items() if value]
-  if names and not isinstance(source.layout, OneRow):
+  shares_pairs = (
+    source.kind is PAIRS and names == ["widths"] and shared_rows is not None
+  )
+  if names and not isinstance(source.layout, OneRow) and not shares_pairs:
     raise ValueError(
       f"{names[0]} {'is' if names[0] == 'packing' else 'are'} set; expected only for "
       "fine-tuning records (layout OneRow). Leave it out"
@@ -167,6 +172,19 @@ def build_batches(
       stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
     else:
       stream = stream.map(functools.partial(rows.pad_row, **lengths))
+  elif isinstance(source.layout, SideBySide) and shared_rows is not None:
+    own = slice(part["first"], part["first"] + part["count"])
+    return buckets.batch_pairs(
+      stream,
+      widths,
+      batch_size,
+      batches_per_step,
+      layout=source.layout,
+      pad_id=source.pad_id,
+      **_part(shared_rows, process_index, process_count),
+      shared_rows=shared_rows,
+      own=own,
+    )
   stack = functools.partial(source.stack, **part)
   return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
 

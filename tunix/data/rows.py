@@ -149,6 +149,17 @@ class SideBySide:
     """Returns the record unchanged; `stack` pads it."""
     return rendered
 
+  def sequences(self, rendered: Rendered) -> list[Row]:
+    """Returns the tokens and the mask [T] of the prompt with each completion."""
+    prompt = rendered.prompt
+    return [
+      {
+        "input_tokens": np.concatenate([prompt, ids]),
+        "input_mask": np.concatenate([np.zeros_like(prompt), mask]),
+      }
+      for ids, mask in zip(rendered.completions, rendered.masks, strict=True)
+    ]
+
   def stack(
     self,
     elements: Sequence[Rendered],

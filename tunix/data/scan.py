@@ -15,6 +15,7 @@ from tunix.data.chat import Rendered
 from tunix.data.reading.mixture import describe
 from tunix.data.records import (
   KINDS,
+  PAIRS,
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
   PROMPT_ROWS,
@@ -56,7 +57,8 @@ class Report:
     blank: number of fine-tuning records with an empty answer, which are kept.
     stripped: number of kept records from which reasoning was removed.
     lengths: by limited part, how many kept records have at most 8 tokens after
-      cutting, how many 9 to 16, and so on in steps of `STEP`.
+      cutting, how many 9 to 16, and so on in steps of `STEP`. Pairs have the part
+      "sequence" too: a prompt with one of its completions.
   """
 
   kind: str
@@ -173,6 +175,9 @@ def scan(
       if name == "kept" and fitted is not None:
         for what, length in source.layout.lengths(fitted).items():
           lengths[what][length] += 1
+        if source.kind is PAIRS:
+          for completion in fitted.completions:
+            lengths["sequence"][len(fitted.prompt) + len(completion)] += 1
         if kept is not None:
           kept[index] = source.layout.element(fitted)
   if not counts["kept"]:

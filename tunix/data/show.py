@@ -84,13 +84,13 @@ def describe_batch(
   """Returns the text of a batch with the trained tokens between « and ».
 
   Args:
-    batch: as for `check_supervision`.
+    batch: as for `check_supervision`. Sequences of pairs are shown with their pairs.
     tokenizer: tokenizer that decodes the tokens.
     rows: number of rows to show; None for all.
     colour: print trained tokens in green as well, for terminals.
   """
   tokens, segments = _field(batch, "input_tokens"), _segments(batch)
-  targets = trained_targets(batch)
+  targets, owners = trained_targets(batch), _field(batch, "sequence", required=False)
   count, length = tokens.shape
   trained, padding = int(targets.sum()), int((segments == 0).sum())
   lines = [
@@ -103,10 +103,14 @@ def describe_batch(
     lines.append(_summary(row, segments[row], targets[row]))
     for segment in np.unique(segments[row][segments[row] != 0]):
       of_segment = segments[row] == segment
+      label = f"[{segment}] "
+      if owners is not None:
+        pair, side = divmod(int(owners[row][of_segment][0]), 2)
+        label += f"pair {pair}, {COMPLETIONS[side]}: "
       text = _marked(
         tokens[row][of_segment], targets[row][of_segment], tokenizer, marks
       )
-      lines.append(f"  [{segment}] " + text.replace("\n", "\n      "))
+      lines.append(f"  {label}" + text.replace("\n", "\n      "))
   if shown < count:
     lines.append(f"... {count - shown} more rows")
   return "\n".join(lines)

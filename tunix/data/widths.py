@@ -51,10 +51,12 @@ class Widths:
 
   Attributes:
     layout: layout whose rows have the largest width.
-    lengths: all widths, ascending. () for SideBySide, which has one width for prompts
-      and one for completions.
-    padding: expected share of padding among the tokens; None for SideBySide.
-    rows: rows of a batch, which its records share; None: each record has its own.
+    lengths: all widths, ascending. () for SideBySide without shared rows, which has
+      one width for prompts and one for completions.
+    padding: expected share of padding among the tokens; None for SideBySide without
+      shared rows.
+    rows: rows of a batch, which its records share; None: each record has its own. The
+      rows of pairs hold their sequences, a prompt with one completion each.
   """
 
   layout: Any
@@ -68,16 +70,17 @@ class Widths:
     return sum(dataclasses.astuple(self.layout))
 
   def __str__(self) -> str:
-    if isinstance(self.layout, SideBySide):
+    if isinstance(self.layout, SideBySide) and self.rows is None:
       prompt, completion = dataclasses.astuple(self.layout)
       return f"{prompt:,} tokens for the prompt and {completion:,} for a completion"
     assert self.padding is not None
     lengths = [f"{length:,}" for length in self.lengths]
     text = " or ".join(filter(None, (", ".join(lengths[:-1]), lengths[-1])))
     if self.rows is not None:
-      text = f"{self.rows:,} in a batch, shared by short records, of {text}"
+      what = "records" if isinstance(self.layout, OneRow) else "pairs"
+      text = f"{self.rows:,} in a batch, shared by short {what}, of {text}"
     text += f" tokens, about {self.padding:.0%} of them padding"
-    if self.padding > _MUCH:
+    if self.padding > _MUCH and isinstance(self.layout, OneRow):
       text += "; data.packing=true or data.length_buckets makes it less"
     return text
 
@@ -110,7 +113,7 @@ def choose(layout: Any, report: Report, batch_size: int, shards: int = 1) -> Wid
 
 
 def share(
-  layout: OneRow,
+  layout: OneRow | SideBySide,
   report: Report,
   batch_size: int,
   batches: int = 1,
@@ -120,7 +123,9 @@ def share(
   """Chooses the widths and the number of rows that the records of a batch share.
 
   The same arguments always give the same result. Records share no rows if the scan left
-  some out, or if that saves less than a third of the tokens.
+  some out, or if that saves less than a third of the tokens. The sequences of pairs, a
+  prompt with one completion each, share rows as records do. Other records with the
+  layout SideBySide share none.
 
   Args:
     layout, report, shards: see `choose`.
@@ -129,12 +134,22 @@ def share(
     row_unit: number of shards that the rows of a batch must divide over.
   """
   alone = choose(layout, report, batch_size * batches, shards)
-  if report.scanned < report.records or batch_size <= row_unit:
+  if isinstance(layout, SideBySide):
+    counts, batch_size, plain = (
+      report.lengths.get("sequence", ()),
+      2 * batch_size,
+      alone.tokens,
+    )
+    mean = _mean(counts) if counts else 0.0
+  else:
+    counts, mean = report.lengths["record"], report.tokens / report.kept
+    plain = mean / (1 - (alone.padding or 0))
+  if report.scanned < report.records or batch_size <= row_unit or not counts:
     return alone
-  mean, unit = report.tokens / report.kept, math.lcm(UNIT, shards)
-  steps = _drawn(report, min(batch_size, _SIZE), batches)
+  unit = math.lcm(UNIT, shards)
+  steps = _drawn(counts, min(batch_size, _SIZE), batches)
   best = alone
-  least = batch_size * _cost(mean / (1 - (alone.padding or 0))) * (1 - _SHARING)
+  least = batch_size * _cost(plain) * (1 - _SHARING)
   for rows in _numbers(batch_size, row_unit):
     few = max(1, rows * min(batch_size, _SIZE) // batch_size)
     widths, counts = np.unique([_need(s, few, unit) for s in steps], return_counts=True)
@@ -142,7 +157,7 @@ def share(
     if rows * _cost(expected) < least * (1 - _SAVES):
       least = rows * _cost(expected)
       padding = 1 - mean * batch_size / (rows * expected)
-      widest = buckets.widest_row(alone.layout.max_length, batch_size, rows)
+      widest = buckets.widest_row(alone.tokens, batch_size, rows)
       lengths = tuple(sorted({*(x for x in lengths if x < widest), widest}))
       best = dataclasses.replace(alone, lengths=lengths, padding=padding, rows=rows)
   return best
@@ -159,9 +174,17 @@ def _numbers(batch_size: int, row_unit: int) -> Sequence[int]:
   return range(row_unit, batch_size, row_unit * -(-steps // _ROWS))[::-1]
 
 
-def _drawn(report: Report, batch_size: int, batches: int) -> list[list[list[int]]]:
+def _mean(counts: Sequence[int]) -> float:
+  """Returns the mean number of tokens, from the counts of `Report.lengths`."""
+  middles = np.arange(len(counts)) * STEP + (STEP + 1) / 2
+  return float(np.dot(middles, counts) / np.sum(counts))
+
+
+def _drawn(
+  histogram: Sequence[int], batch_size: int, batches: int
+) -> list[list[list[int]]]:
   """Returns the tokens of the records of random steps, by step and batch."""
-  counts = np.cumsum(report.lengths["record"])
+  counts = np.cumsum(histogram)
   draws = max(8, _DRAWN // (batches * batch_size))
   # The legacy generator, whose numbers no version of numpy changes.
   drawn = np.random.RandomState(0).randint(0, counts[-1], (draws, batches, batch_size))

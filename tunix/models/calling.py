@@ -155,6 +155,7 @@ class LanguageModel(abc.ABC):
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    needed: Bool[Array, "*B"] | None = None,
   ) -> TokenScores:
     """Returns log-probabilities of the targets in nats, see `ops.logprobs`."""
 
@@ -227,9 +228,8 @@ class _FromHidden(LanguageModel):
   def output(self, states):
     return Unembedded(states, *self.model.unembedding())
 
-  def token_logps(self, states, targets, *, temperature=1.0, entropy=False):
+  def token_logps(self, states, targets, **options):
     table, layout = self.model.unembedding()
-    options = {"temperature": temperature, "entropy": entropy}
     return logprobs.token_logps(states, table, targets, layout, **options)
 
   def cross_entropy(self, states, targets, weights):
@@ -257,9 +257,11 @@ class _FromLogits(LanguageModel):
   def output(self, states):
     return states
 
-  def token_logps(self, states, targets, *, temperature=1.0, entropy=False):
-    options = {"temperature": temperature, "entropy": entropy}
-    return logprobs.logits_logps(states, targets, **options)
+  def token_logps(self, states, targets, *, needed=None, **options):
+    out = logprobs.logits_logps(states, targets, **options)
+    if needed is None:
+      return out
+    return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
 
   def cross_entropy(self, states, targets, weights):
     return weighted_sum(-self.token_logps(states, targets).logps, weights)

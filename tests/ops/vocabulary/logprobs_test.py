@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunix.ops.vocabulary import chunks as vocab_chunks
-from tunix.ops.vocabulary.logprobs import weighted_nll
+from tunix.ops.vocabulary.logprobs import token_logps, weighted_nll
 from tunix.ops.vocabulary.softmax import Layout, Pulls, Rule
 
 B, T, D, V = 8, 40, 16, 64
@@ -160,6 +160,36 @@ def test_chunks_without_weight_are_not_computed(inputs):
   some = vocab_chunks.run(*arrays, pulls=Pulls(), rule=rule, needed=needed).logps
   np.testing.assert_allclose(some[needed], every[needed], rtol=1e-5)
   assert int(jnp.sum(some != 0)) == 128
+
+
+@pytest.mark.parametrize(
+  "fixture, argnums", [(None, (0,)), (None, (0, 1)), ("mesh_fsdp8", (0, 1))]
+)
+def test_scores_of_needed_tokens(fixture, argnums, request):
+  """The others have the value 0 and no gradient, whatever their cotangents are."""
+  mesh = request.getfixturevalue(fixture) if fixture else None
+  layout = Layout(False, mesh, ("fsdp",) if mesh else (), chunk_bytes=1)
+  rows, length = 8, 200
+  keys = jax.random.split(jax.random.key(2), 4)
+  needed = jnp.arange(length) >= length - jnp.arange(rows)[:, None] * length / 8
+  weights = jax.random.uniform(keys[3], (rows, length))
+  args = (
+    jax.random.normal(keys[0], (rows, length, D)),
+    jax.random.normal(keys[1], (D, V)),
+    jax.random.randint(keys[2], (rows, length), 0, V),
+    weights,
+  )
+
+  def loss(hidden, unembed, targets, weights):
+    scores = token_logps(hidden, unembed, targets, layout, needed=needed)
+    return -jnp.sum(scores.logps * weights)
+
+  want = value_and_grads(plain, (*args[:3], weights * needed), argnums)
+  check(value_and_grads(loss, args, argnums), want)
+  scores = token_logps(*args[:3], layout, entropy=True, needed=needed)
+  every = token_logps(*args[:3], layout, entropy=True)
+  for some, all_ in zip(scores, every):
+    np.testing.assert_allclose(some, np.where(needed, all_, 0.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import jax
+import numpy as np
 
 from tests import optimizers, toys
 from tests.sft.dpo import preferences
@@ -18,7 +19,11 @@ from tunix.sft.peft_trainer import CheckpointOptions
 
 
 def trainer(job: str, folder: pathlib.Path) -> Any:
-  """The trainer of a job: "dpo", "dpo-lora", "aot-lora", "kto-lora" or "reward"."""
+  """The trainer of a job: "dpo", "dpo-lora", "aot-lora", "kto-lora" or "reward".
+
+  With "-rows" pairs share rows.
+  """
+  job = job.removesuffix("-rows")
   sizes = {"num_layers": 4, "embed_dim": 128, "hidden_dim": 256, "head_dim": 32}
   name, lora = job.removesuffix("-lora"), job.endswith("-lora")
   model = toys.model(lora_rank=4 if lora else 0, **sizes)
@@ -40,6 +45,11 @@ def trainer(job: str, folder: pathlib.Path) -> Any:
   return PreferenceTrainer(model, reference, tx, config)
 
 
+def _shared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  (shared,) = preferences.shared(batch, rows=8)
+  return shared
+
+
 def main() -> None:
   job, folder = sys.argv[1], pathlib.Path(sys.argv[2])
   # Compiling is most of the drill; equal programs give equal bits.
@@ -49,7 +59,10 @@ def main() -> None:
   print(f"starts from step {made.train_steps}", flush=True)
   batch = preferences.labelled if job.startswith("kto") else preferences.pairs
   make = lambda seed: batch(seed, rows=8, prompt=24, response=24)
-  made.train([make(seed) for seed in range(72)], [make(seed) for seed in (90, 91)])
+  train, evaluation = ([make(seed) for seed in some] for some in (range(72), (90, 91)))
+  if job.endswith("-rows"):
+    train, evaluation = ([_shared(x) for x in some] for some in (train, evaluation))
+  made.train(train, evaluation)
   made.close()
 
 

@@ -13,6 +13,7 @@ from tests import drills
   [
     ("dpo-lora", 1),
     ("dpo", 2),
+    ("dpo-lora-rows", 1),
     ("aot-lora", 1),
     ("kto-lora", 2),
     ("reward", 1),

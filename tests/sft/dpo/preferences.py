@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import grain
 import numpy as np
 from flax import nnx
 
 from tests import optimizers, toys
+from tunix.data.batches import PAIR
+from tunix.data.batching import buckets
+from tunix.data.chat import Rendered
+from tunix.data.rows import SideBySide
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
 from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
@@ -52,6 +57,37 @@ def labelled(seed: int = 0, rows: int = 4, prompt: int = 6, response: int = 5) -
   out = columns(seed, rows, {"prompt": prompt, "completion": response})
   out["labels"] = np.random.default_rng(seed).random(rows) < 0.5
   return out
+
+
+def shared(batch: dict[str, np.ndarray], rows: int, parts: int = 1) -> Any:
+  """The pairs of a batch in micro-batches whose sequences share rows."""
+  real = lambda name, part, i: batch[f"{name}_{part}"][i][batch[f"{name}_mask"][i] == 1]
+  pair = lambda part, i: tuple(real(name, part, i) for name in PAIR)
+  width = lambda name: batch[f"{name}_ids"].shape[1]
+  layout = SideBySide(
+    max_prompt_length=width("prompt"), max_completion_length=width("chosen")
+  )
+  count = len(batch["prompt_ids"])
+  records = [
+    Rendered(real("prompt", "ids", i), pair("ids", i), pair("mask", i))
+    for i in range(count)
+  ]
+  stream = grain.MapDataset.source(records).to_iter_dataset()
+  size = count // parts
+  return list(
+    buckets.batch_pairs(
+      stream,
+      [],
+      size,
+      parts,
+      layout=layout,
+      pad_id=0,
+      first=0,
+      count=rows,
+      shared_rows=rows,
+      own=slice(0, size),
+    )
+  )
 
 
 def cut(batch: dict[str, np.ndarray], parts: int) -> list[dict[str, np.ndarray]]:

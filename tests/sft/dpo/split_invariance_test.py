@@ -1,5 +1,6 @@
 """One global batch of preferences gives one gradient, however it is cut."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,6 +44,29 @@ def test_pairs(loss, lora_rank, mesh_fsdp8):
     preferences.cut,
     meshes=(mesh_fsdp8,),
   )
+
+
+@pytest.mark.parametrize(
+  ("loss", "lora_rank"),
+  [("sigmoid", 2), pytest.param("aot", 0, marks=slow)],
+)
+def test_pairs_that_share_rows(loss, lora_rank, mesh_fsdp8):
+  """Their gradient is that of rows of one sequence, in every cut and on a mesh."""
+  whole = preferences.pairs(rows=16)
+  make = lambda parts: preferences.trainer(
+    policy(lora_rank),
+    reference(lora_rank),
+    loss=loss,
+    gradient_accumulation_steps=parts,
+  )
+  want = drills.gradients(make(1), [whole])
+  for parts in (1, 2):
+    batches = preferences.shared(whole, 8, parts)
+    assert batches[0]["input_tokens"].shape[0] == 8
+    drills.assert_same_gradients(drills.gradients(make(parts), batches), want)
+  with jax.set_mesh(mesh_fsdp8):
+    batches = preferences.shared(whole, 8, 2)
+    drills.assert_same_gradients(drills.gradients(make(2), batches), want)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +135,12 @@ def test_answers_of_different_widths():
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), [narrow, wide]), want)
+
+
+def test_pairs_that_share_rows_are_refused_where_rows_of_one_pair_are_needed():
+  (shared,) = preferences.shared(preferences.pairs(), 4)
+  make = lambda **more: preferences.trainer(policy(2), **more)
+  with pytest.raises(ValueError, match="share rows, which cannot be cut into 2 micro"):
+    make(gradient_accumulation_steps=2).train_step(shared)
+  with pytest.raises(ValueError, match="shared_prompt is set and the pairs of the bat"):
+    make(shared_prompt=True).train_step(shared)

@@ -45,6 +45,11 @@ class ResponseSettings:
     checks.fields(self, max_prompt_length=length, max_response_length=length)
     self.trainer_config()
 
+  @property
+  def shares_rows(self) -> bool:
+    """True if the trainer takes sequences of several pairs in one row."""
+    return False
+
   def trainer_config(self, **options: Any) -> Any:
     """Returns the trainer's config with the values of this section.
 
@@ -111,6 +116,12 @@ class DPOSettings(ResponseSettings):
           f"reference. Leave {name} out."
         )
 
+  @property
+  def shares_rows(self) -> bool:
+    """See `ResponseSettings`."""
+    # Stored log-probabilities are found by the tokens of one pair in its own row.
+    return not self.shared_prompt and self.reference_logps is None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ORPOSettings(ResponseSettings):
@@ -127,6 +138,11 @@ class ORPOSettings(ResponseSettings):
   shared_prompt: bool = False
   lambda_orpo: float = 0.1
   unusable: Unusable = "error"
+
+  @property
+  def shares_rows(self) -> bool:
+    """See `ResponseSettings`."""
+    return not self.shared_prompt
 
   def trainer_config(self, **options: Any) -> DPOTrainingConfig:
     return super().trainer_config(loss="orpo", **options)
@@ -184,6 +200,11 @@ class PreferenceRun(StreamRun):
       "max_completion_length": "preference.max_response_length",
       "unusable": "preference.unusable",
     }
+
+  @property
+  def shares_rows(self) -> bool:
+    """See `StreamRun`."""
+    return super().shares_rows and self.preference.shares_rows
 
   @property
   def drops(self) -> bool:

@@ -11,7 +11,7 @@ import jax
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.data import widths
 from tunix.data.records import ANSWERED, PROMPT_ROWS, PROMPTS
-from tunix.data.rows import OneRow, SideBySide
+from tunix.data.rows import SideBySide
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source
 from tunix.data.widths import Widths
@@ -46,7 +46,7 @@ def choose(
   rows, batches = sizes.eval_rows, 1
   if training:
     rows, batches = sizes.micro_rows, sizes.micro_batches
-  if config.pad_to == "shared" and isinstance(layout, OneRow):
+  if config.shares_rows:
     row_unit = mesh_axes.data_shards(config.mesh)
     return widths.share(layout, report, rows, batches, shards, row_unit)
   return widths.choose(layout, report, rows * batches, shards)

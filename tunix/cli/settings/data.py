@@ -48,10 +48,12 @@ class DataSettings:
       did not see all records, there is one, data.max_length. Prompts with completions
       have one length each; prompts of rollouts have the length of the longest one.
       shared is longest, and short records of a batch share rows if that saves a third
-      of the tokens; each attends only to itself. max_length pads every row to the
-      limits. It changes memory, speed and last bits, not results. null: shared. Rows of
-      data.packing and data.length_buckets, prompts of environments and rows for
-      distill.cache have lengths of their own.
+      of the tokens; each attends only to itself. In dpo and orpo these are prompts with
+      one completion, except with preference.shared_prompt or
+      preference.reference_logps; in kto and reward none share rows. max_length pads
+      every row to the limits. It changes memory, speed and last bits, not results.
+      null: shared. Rows of data.packing and data.length_buckets, prompts of
+      environments and rows for distill.cache have lengths of their own.
   """
 
   train: tuple[str, ...] | str | None = setting(

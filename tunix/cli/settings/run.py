@@ -312,6 +312,11 @@ class StreamRun(RunSettings):
     return self.data.is_padded
 
   @property
+  def shares_rows(self) -> bool:
+    """True if short records may share rows."""
+    return self.pad_to == "shared"
+
+  @property
   def drops(self) -> bool:
     """True if records may be left out."""
     return super().drops or self.data.reasoning == "strip"

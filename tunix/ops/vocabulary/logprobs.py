@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tunix.ops.vocabulary import chunks as vocab_chunks, softmax as vocab_softmax
 from tunix.ops.vocabulary.softmax import ONE_DEVICE, Layout, Outputs, Pulls, Rule
@@ -105,6 +105,7 @@ def token_logps(
   *,
   temperature: float = 1.0,
   entropy: bool = False,
+  needed: Bool[Array, "B T"] | None = None,
 ) -> TokenScores:
   """Returns log softmax(logits / temperature)[target] and the entropy of every token.
 
@@ -120,13 +121,21 @@ def token_logps(
     layout: sharding and chunk size.
     temperature: temperature of the softmax, above 0.
     entropy: True computes the entropy, False returns None for it.
+    needed: True on the tokens whose scores are used. Chunks of other tokens are not
+      computed. Results of other tokens are 0 and have no gradient. None: all are used.
 
   Raises:
     ValueError: the temperature is not a positive number.
   """
   _check_temperature(temperature)
   layout = vocab_chunks.for_batch(layout, hidden.shape)
-  return _scores(hidden, unembed, targets, Rule(layout, temperature, entropy))
+  out: Any = _scores(
+    hidden, unembed, targets, needed, Rule(layout, temperature, entropy)
+  )
+  if needed is None:
+    return out
+  # Cotangents of other tokens become 0 here, which skipped chunks need.
+  return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
 
 
 def logits_logps(
@@ -153,9 +162,9 @@ def _check_temperature(temperature: float) -> None:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _scores(hidden, unembed, targets, rule: Rule):
-  part = vocab_chunks.run(hidden, unembed, targets, Pulls(), rule)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _scores(hidden, unembed, targets, needed, rule: Rule):
+  part = vocab_chunks.run(hidden, unembed, targets, Pulls(), rule, needed)
   return TokenScores(part.logps, part.entropy)
 
 
@@ -163,20 +172,21 @@ class _Saved(NamedTuple):
   """The input of the backward pass of `_scores`, a tree of arrays and None.
 
   Attributes:
-    arrays: hidden, unembed and targets.
-    needed: () if the gradient in hidden, and in unembed, is needed; else None.
+    arrays: hidden, unembed, targets and the tokens that are needed.
+    perturbed: () if the gradient in hidden, and in unembed, is needed; else None.
     slope: [B, T, D] gradient of each token's log-probability in its hidden state, if no
       other gradient is needed. The backward pass multiplies it by the cotangents.
   """
 
   arrays: Any
-  needed: Any
+  perturbed: Any
   slope: Any
 
 
-def _scores_forward(hidden, unembed, targets, rule: Rule):
+def _scores_forward(hidden, unembed, targets, needed, rule: Rule):
   arrays = hidden.value, unembed.value, targets.value
-  needed = tuple(() if x.perturbed else None for x in (hidden, unembed))
+  tokens = None if needed is None else needed.value
+  perturbed = tuple(() if x.perturbed else None for x in (hidden, unembed))
   pulls = Pulls()
   # The hidden state of a token only affects its own log-probability. Its gradient is
   # therefore computed now with cotangent 1, and the backward pass multiplies it by the
@@ -184,13 +194,13 @@ def _scores_forward(hidden, unembed, targets, rule: Rule):
   if hidden.perturbed and not unembed.perturbed and not rule.entropy:
     pulls = Pulls(jnp.ones(targets.value.shape, jnp.float32))
     rule = rule._replace(hidden=True)
-  part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule)
-  saved = _Saved(arrays, needed, part.d_hidden)
+  part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule, needed=tokens)
+  saved = _Saved((*arrays, tokens), perturbed, part.d_hidden)
   return TokenScores(part.logps, part.entropy), saved
 
 
 def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
-  hidden, unembed, targets = saved.arrays
+  hidden, unembed, targets, needed = saved.arrays
   logps, entropy = cotangents
   pulls = Pulls(
     vocab_softmax.materialised(logps, targets.shape),
@@ -201,11 +211,11 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
     # A slope beyond the range of float16 is inf. Its product with a cotangent 0 would
     # be NaN.
     d_hidden = jnp.where(pull == 0, 0.0, saved.slope * pull)
-    return d_hidden.astype(hidden.dtype), None, None
+    return d_hidden.astype(hidden.dtype), None, None, None
   rule = rule._replace(
     entropy=False,
-    hidden=saved.needed[0] is not None,
-    unembed=saved.needed[1] is not None,
+    hidden=saved.perturbed[0] is not None,
+    unembed=saved.perturbed[1] is not None,
   )
   size = None
   if hidden.dtype == jnp.float16:
@@ -216,12 +226,12 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
     )
     size = jnp.where(size > 0, size, 1.0)
     pulls = jax.tree.map(lambda x: x / size, pulls)
-  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule)
+  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule, needed)
   d_hidden, d_unembed = (
     x if size is None else vocab_softmax.scaled(x, size)
     for x in (part.d_hidden, part.d_unembed)
   )
-  return d_hidden, d_unembed, None
+  return d_hidden, d_unembed, None, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from flax import nnx
 
 from tunix.data.batches import Rows
 from tunix.generate import scoring
+from tunix.models import calling
+from tunix.models.calling import Sequences
+from tunix.ops import masks
 from tunix.ops.pair_losses import PairLoss
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.perf import programs
@@ -52,8 +56,9 @@ def checked_config(config: Any, kind: type[CompletionsConfig]) -> Any:
 
 
 def token_columns(rows: Rows) -> Rows:
-  """Returns the columns of token ids and masks, without weights, labels and margins."""
-  return {name: x for name, x in rows.items() if name.endswith(("_ids", "_mask"))}
+  """Returns the columns of tokens, without weights, labels and margins."""
+  others = ("weights", "labels", "margins")
+  return {name: x for name, x in rows.items() if name not in others}
 
 
 def without_gradient(
@@ -130,14 +135,32 @@ def completion_logps(
 
   Args:
     model: the policy or the reference.
-    rows: ids and masks of B prompts and of each completion.
+    rows: ids and masks of B prompts and of each completion; or the columns of pairs
+      that share rows, see `buckets.batch_pairs`.
     names: names of the N completions of a prompt.
     shared: compute each prompt once for all of its completions.
   """
+  if "sequence" in rows:
+    return _sequence_logps(model, rows)
   scores = scoring.score_completions(
     model, *completion_rows(rows, names), group_size=len(names) if shared else 1
   )
   return jnp.sum(scores.logps, axis=1).reshape(-1, len(names))
+
+
+def _sequence_logps(model: nnx.Module, rows: Mapping[str, Any]) -> jax.Array:
+  """Returns log-probabilities [B, 2] of the completions of pairs that share rows."""
+  language_model, tokens = calling.adapt(model), rows["input_tokens"]
+  segments, shape = rows["segment_ids"], rows["tokens"].shape
+  states = language_model.states(Sequences(tokens, rows["positions"], segments))
+  needed = masks.target_weights(rows["input_mask"], segments) != 0
+  with jax.named_scope("unembed"):
+    targets = masks.next_token_targets(tokens)
+    logps = language_model.token_logps(states, targets, needed=needed).logps
+  # A masked sum, because a scatter-add has no fixed order on GPUs. XLA fuses the mask.
+  owner = jnp.arange(math.prod(shape))[:, None, None]
+  sums = jnp.sum(jnp.where(rows["sequence"] == owner, logps, 0.0), axis=(1, 2))
+  return sums.reshape(shape)
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from tunix.data import batches
 from tunix.data.batches import PAIR, Rows
+from tunix.models import calling
 from tunix.ops import preference
 from tunix.ops.pair_losses import PairScores
 from tunix.ops.preference import PairLossSpec
@@ -34,6 +35,7 @@ from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.sft.steps import windows
 from tunix.sft.steps.shared_steps import Call
 from tunix.sft.steps.train_step import BatchLoss
 
@@ -63,8 +65,9 @@ class DPOTrainer(PeftTrainer):
   The default loss is direct preference optimization (Rafailov et al. 2023,
   arXiv:2305.18290); `training_config.loss` chooses another one. Batches are
   `DataInput`s (text), `TrainingInput`s (token ids), or dicts with the fields of one of
-  them. Both completions of a pair run in one forward pass, and logits are computed for
-  completion tokens only.
+  them; or pairs that share rows (`tunix.data.batching.buckets.batch_pairs`). Both
+  completions of a pair run in one forward pass, and logits are computed for completion
+  tokens only.
 
   The loss is the mean over the pairs of a global batch and does not depend on the
   number of micro-batches. The losses aot, aot_unpaired and bco_pair compare a pair with
@@ -117,7 +120,7 @@ class DPOTrainer(PeftTrainer):
       self._pair_loss = config.spec
     self._pair_options = config.loss_options
     self._reader = functools.partial(
-      batches.read_pairs, options=config.text_options(tokenizer)
+      batches.read_pairs, options=config.text_options(tokenizer), may_share=True
     )
     super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
@@ -145,6 +148,8 @@ class DPOTrainer(PeftTrainer):
 
   def _prepare_inputs(self, pairs: Rows) -> Any:
     rows = completions.token_columns(pairs)
+    if "sequence" in rows:
+      self._check_shared(rows)
     out = {"rows": rows, "weights": pairs["weights"]}
     if self._logps is not None:
       out["reference"] = self._logps.logps(rows, pairs["weights"])
@@ -154,6 +159,20 @@ class DPOTrainer(PeftTrainer):
         self._module, self._state.mesh, rows, PAIR, shared
       )
     return out
+
+  def _check_shared(self, rows: Rows) -> None:
+    """Refuses pairs that share rows where a setting or the model needs rows of one."""
+    options = {
+      "shared_prompt": self.training_config.shared_prompt,
+      "reference_logps": self._logps is not None,
+    }
+    if found := [name for name, is_set in options.items() if is_set]:
+      raise ValueError(
+        f"{found[0]} is set and the pairs of the batch share rows (it has the field "
+        "'sequence'); expected rows of one pair. Set data.pad_to=longest, or build the "
+        "batches without shared_rows"
+      )
+    windows.check_read([rows], calling.call_parameters(self._module.model))
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
     """Adds the coefficients of a coupled loss to each micro-batch.
@@ -213,7 +232,10 @@ def _scores(model: nnx.Module, batch: Any, shared_prompt: bool) -> PairScores:
   rows = batch["rows"]
   logps = completion_logps(model, rows, PAIR, shared_prompt)
   reference = batch.get("reference", jnp.zeros_like(logps))
-  tokens = [jnp.sum(rows[f"{name}_mask"] != 0, axis=1) for name in PAIR]
+  if "tokens" in rows:
+    tokens = rows["tokens"].T
+  else:
+    tokens = [jnp.sum(rows[f"{name}_mask"] != 0, axis=1) for name in PAIR]
   columns = (*logps.T, *reference.T, *tokens, batch["weights"])
   return PairScores(*(x.astype(jnp.float32) for x in columns))
 

@@ -88,11 +88,17 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
   """Cuts a batch into micro-batches with equal numbers of rows.
 
   Raises:
-    ValueError: The number of rows is no multiple of `parts`.
+    ValueError: The number of rows is no multiple of `parts`, or pairs share rows.
   """
   if _is_plain_dataclass(batch):
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return [dataclasses.replace(batch, **part) for part in split_rows(fields, parts)]
+  if parts > 1 and field(batch, "sequence") is not None:
+    raise ValueError(
+      f"the pairs of a global batch share rows, which cannot be cut into {parts} "
+      "micro-batches. Pass the micro-batches to train(), or build the batch without "
+      "shared_rows."
+    )
   rows = examples_in(batch)
   if rows % parts:
     raise ValueError(
