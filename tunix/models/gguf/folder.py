@@ -15,10 +15,11 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from tunix.models import hub
-from tunix.models.gguf import header as headers, tensors, tokenizer
+from tunix.models.gguf import tokenizer
 from tunix.utils import env, io
 
 # Holds the reason why the folder has no tokenizer. The weights can still be read, and
@@ -112,12 +113,17 @@ def folder_of(file: pathlib.Path) -> pathlib.Path:
 
 def _make(folder: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
   """Makes the folder under a temporary name, and renames it."""
+  # Imported here: both load JAX, which a tokenizer does not need.
+  from tunix.models.gguf import header as headers, tensors
+
   folder.parent.mkdir(parents=True, exist_ok=True)
   io.sweep(folder.parent)
   staging = folder.parent / io.unfinished(folder.name)
   staging.mkdir()
   try:
-    for name, text in _files(headers.read(file)).items():
+    header = headers.read(file)
+    config = tensors.config_json(header)
+    for name, text in _files(config, header.metadata).items():
       io.write_atomic(staging / name, text.encode())
     (staging / tensors.NAME).symlink_to(file)
     os.replace(staging, folder)
@@ -129,16 +135,20 @@ def _make(folder: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def _files(header: headers.Header) -> dict[str, str]:
-  """Returns the small files of the folder: text by name."""
+def _files(config: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the small files of the folder: text by name.
+
+  Args:
+    config: contents of config.json, without the ids that end an answer.
+    metadata: metadata of the GGUF file.
+  """
   ids: dict[str, Any] = {}
   try:
-    ids = tokenizer.generation_config(header.metadata)
-    files = tokenizer.files_of(header.metadata)
+    ids = tokenizer.generation_config(metadata)
+    files = tokenizer.files_of(metadata)
   except ValueError as error:
     files = {_REFUSED: str(error)}
-  config = tensors.config_json(header) | ids
-  files["config.json"] = json.dumps(config, indent=2)
+  files["config.json"] = json.dumps(config | ids, indent=2)
   files["generation_config.json"] = json.dumps(ids, indent=2)
   return files
 
