@@ -64,7 +64,9 @@ def sweep(folder: str | os.PathLike[str]) -> None:
 
   Files of running processes and of other machines stay.
   """
-  for path in list(pathlib.Path(folder).rglob("*.partial")):
+  # Other than glob, walk passes over a folder that another process has just removed.
+  every = [(root, name) for root, *names in os.walk(folder) for name in sum(names, [])]
+  for path in (pathlib.Path(root, name) for root, name in every):
     writer = _UNFINISHED.fullmatch(path.name)
     if writer is None or writer["host"] != _host() or _lives(int(writer["pid"])):
       continue
