@@ -65,8 +65,10 @@ def sweep(folder: str | os.PathLike[str]) -> None:
   Files of running processes and of other machines stay.
   """
   # Other than glob, walk passes over a folder that another process has just removed.
-  every = [(root, name) for root, *names in os.walk(folder) for name in sum(names, [])]
-  for path in (pathlib.Path(root, name) for root, name in every):
+  walk = list(os.walk(folder))
+  for path in (
+    pathlib.Path(at, x) for at, *names in walk for part in names for x in part
+  ):
     writer = _UNFINISHED.fullmatch(path.name)
     if writer is None or writer["host"] != _host() or _lives(int(writer["pid"])):
       continue
