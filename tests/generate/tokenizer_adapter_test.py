@@ -209,9 +209,7 @@ def test_damaged_or_absent_files_are_named(tmp_path, monkeypatch):
   (folder / "tokenizer.json").write_text("{}")
   with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer"):
     TokenizerAdapter.from_pretrained(folder)
-  with pytest.raises(
-    ValueError, match=r"and no GGUF file; give its"
-  ):
+  with pytest.raises(ValueError, match=r"and no GGUF file; give its"):
     TokenizerAdapter.from_pretrained(config)
 
 
