@@ -78,7 +78,7 @@ def by_tunix(case, model, folder, steps):
   result = getattr(tunix, "sft" if case == "lora" else case)(
     model=module,
     tokenizer=model,
-    data={"train": records(case, steps), "shuffle": False},
+    data={"train": records(case, steps), "shuffle": False, "chat": False},
     learning_rate=RATES[case],
     optimizer={"name": "adamw", "args": {"weight_decay": 0.0}},
     global_batch_size=1 if case == "grpo" else ROWS,
@@ -86,7 +86,7 @@ def by_tunix(case, model, folder, steps):
     **settings,
   )
   (folder / "drawn.json").write_text(json.dumps(drawn))
-  tokenizer = tunix.TokenizerAdapter(model)
+  tokenizer = tunix.TokenizerAdapter.from_pretrained(model)
   logits = []
   for text in PROBES:
     tokens = np.array([tokenizer.encode(text)], np.int32)
