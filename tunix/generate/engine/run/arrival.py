@@ -120,9 +120,7 @@ def _key_data(seed: jax.Array | int | None) -> np.ndarray:
   """Returns the data of a request's random key, uint32 [2]."""
   if isinstance(seed, int):
     return _int_key(seed)
-  if (
-    seed is None
-  ):  # any numbers are a key; an operation of JAX takes half a millisecond
+  if seed is None:  # any numbers are a key, and JAX would take half a millisecond
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
   key = batching.random_key(seed)
   data = np.asarray(jax.random.key_data(key))

@@ -109,8 +109,10 @@ class Tasks(Sequence[dict[str, Any]]):
     if answer is not None and "<answer>" in (self._system or ""):
       answer = _library("utils").extract_answer(answer)
     answer = None if answer is None else answer.strip()
+    # Outside the try: a task that cannot be made is no wrong answer.
+    part, entry = self._part(index), self.entry(index)
     try:
-      return float(self._part(index).score_answer(answer, self.entry(index)))
+      return float(part.score_answer(answer, entry))
     except Exception:  # the library's scorers raise on some wrong answers
       return 0.0
 
