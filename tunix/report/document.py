@@ -1,7 +1,8 @@
 """An HTML page that needs nothing besides its own file: no network and no library.
 
-A page is data: sections, each with a title and parts. `report_page.html` holds
-the style and the script that draws them. Texts are data too, so no text of a run can become markup.
+A page is data: sections, each with a title and parts. `report_page.html` holds the
+style and the script that draws them. Texts are data too, so no text of a run can become
+markup.
 """
 
 from __future__ import annotations
