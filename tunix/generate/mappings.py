@@ -7,7 +7,7 @@ instead (`VllmSampler.update_weights`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 from flax import nnx
 
