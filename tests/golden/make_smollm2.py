@@ -22,7 +22,7 @@ from tests.models.real import smollm2
 
 
 def greedy(model, ids):
-  """Returns the most likely tokens, and the smallest lead of one over the next."""
+  """Returns the most likely tokens before the end, and the smallest lead of one."""
   out = model.generate(
     torch.tensor([ids]),
     max_new_tokens=smollm2.NEW_TOKENS,
@@ -31,7 +31,9 @@ def greedy(model, ids):
     return_dict_in_generate=True,
   )
   best = torch.topk(torch.cat(out.logits), 2).values
-  return out.sequences[0, len(ids) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+  lead = float((best[:, 0] - best[:, 1]).min())
+  tokens = out.sequences[0, len(ids) :].tolist()
+  return [x for x in tokens if x != model.config.eos_token_id], lead
 
 
 def losses_of(model, tokenizer):
