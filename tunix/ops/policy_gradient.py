@@ -169,6 +169,39 @@ def cispo_loss(
   return PolicyLoss(values, weight != ratio)
 
 
+def sapo_loss(
+  log_ratio: Float[Array, "B T"],
+  advantages: Advantages,
+  *,
+  positive: float = 1.0,
+  negative: float = 1.05,
+) -> PolicyLoss:
+  """Returns -(4 / tau) sigmoid(tau (w - 1)) A: SAPO (arXiv:2511.20347).
+
+  The gate replaces the clip: the gradient of a token is that of w A at w = 1, and
+  shrinks smoothly as w moves away from 1 on either side. tau is `positive` if A > 0,
+  and else `negative`; a larger tau shrinks faster. No ratio is replaced, so `clipped`
+  is False everywhere.
+
+  Args:
+    log_ratio: log w of each token.
+    advantages: A, [B] or [B, T].
+    positive, negative: temperatures, > 0.
+
+  Raises:
+    ValueError: a temperature is not above 0.
+  """
+  if min(positive, negative) <= 0:
+    raise ValueError(
+      f"positive={positive} and negative={negative} are temperatures of the gate; "
+      "expected both above 0"
+    )
+  ratio, advantages = safe_exp(log_ratio), _per_token(advantages)
+  tau = jnp.where(advantages > 0, positive, negative)
+  values = -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantages
+  return PolicyLoss(values, jnp.zeros(values.shape, bool))
+
+
 def dppo_loss(
   logps: Float[Array, "B T"],
   rollout_logps: Float[Array, "B T"],

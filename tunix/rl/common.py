@@ -276,12 +276,17 @@ def _stacked(
   return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
 
 
-def token_rewards(rollouts: Rollouts) -> np.ndarray:
+def token_rewards(
+  rollouts: Rollouts, divergence: np.ndarray | None = None, beta: float = 0.0
+) -> np.ndarray:
   """Returns the reward of each token, float32 [B, R]; scores that are NaN count as 0.
 
-  The sum over the tokens of a completion is its score. If an episode has several rows,
-  the last token of a row also has the rewards of the rows after it: they are what
-  follows from it, and a row knows nothing of the others.
+  The sum over the tokens of a completion is its score, minus `beta` times the sum of
+  `divergence` [B, R] if it is given. The score is at the last token; in an episode each
+  action has its own reward at its last token, and what is left of the score is at the
+  last token of all. If an episode has several rows, the last token of a row also has
+  the rewards of the rows after it: they are what follows from it, and a row knows
+  nothing of the others.
   """
   mask, scores = rollouts.completion_mask, np.nan_to_num(rollouts.scores.reshape(-1))
   turns = rollouts.turn_rewards
@@ -294,7 +299,7 @@ def token_rewards(rollouts: Rollouts) -> np.ndarray:
   for row in np.flatnonzero(drawn):
     episode, number = divmod(row, each)
     out[row, last[row]] += left[episode] + sums[episode, number + 1 :].sum()
-  return out
+  return out if divergence is None else out - beta * divergence
 
 
 def rollouts_of(

@@ -245,6 +245,8 @@ def surrogate(
   clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
   if config.loss_algo == "cispo":
     return policy_gradient.cispo_loss(ratio, logps, advantages, **clips)
+  if config.loss_algo == "sapo":
+    return policy_gradient.sapo_loss(ratio, advantages, **config.gate_temperatures)
   return policy_gradient.clipped_loss(
     ratio, advantages, dual_clip=config.epsilon_c, **clips
   )
