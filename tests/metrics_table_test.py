@@ -47,6 +47,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Metrics that no job of this test writes. A CPU does not report the first two. The
 # others are in rl/replay_routes_test.py and rl/processes_test.py.
 ELSEWHERE = {"mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"}
+ELSEWHERE |= {"score_centering/head"}
 
 
 def logging(folder: pathlib.Path) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class TrainExample:
       or None.
     returns, old_values: float32 [B, R], for a critic.
     prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
+    head_ids, head_probs: see `Rollouts`; if they are given, the loss is centered.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -68,6 +69,8 @@ class TrainExample:
   old_values: Any = None
   prompt_routes: Any = None
   completion_routes: Any = None
+  head_ids: Any = None
+  head_probs: Any = None
   group_size: int = dataclasses.field(default=1, metadata={"static": True})
   episode_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -107,6 +110,9 @@ class Rollouts:
     prompt_routes, completion_routes: experts of the tokens, [B, T, M, k] and [B, R, M,
       k], as recorded while they were sampled (see experts/route_records.py), 0 on
       padding; None without `RolloutConfig.replay_routes`.
+    head_ids, head_probs: int32 and float32 [B, R, k], the most likely tokens of the
+      distribution that each token was drawn from, and their probabilities, 0 on
+      padding; None without `RolloutConfig.center_scores`.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -129,6 +135,8 @@ class Rollouts:
   versions: np.ndarray | None = None
   prompt_routes: np.ndarray | None = None
   completion_routes: np.ndarray | None = None
+  head_ids: np.ndarray | None = None
+  head_probs: np.ndarray | None = None
   group_size: int = 1
   episodes: list[Episode] = dataclasses.field(default_factory=list)
   episode_rows: int = 1

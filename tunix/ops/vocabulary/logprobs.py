@@ -138,6 +138,49 @@ def token_logps(
   return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
 
 
+def logps_at(
+  hidden: Float[Array, "B T D"],
+  unembed: Float[Array, "D V"],
+  ids: Int[Array, "B T k"],
+  layout: Layout = ONE_DEVICE,
+  *,
+  temperature: float = 1.0,
+) -> Float[Array, "B T k"]:
+  """Returns log softmax(logits / temperature) of k tokens at every position.
+
+  The arguments and errors are those of `token_logps`. One block of the positions of all
+  rows is computed after the other, and again in the backward pass. Unlike `token_logps`
+  it leaves the placement on a mesh to the compiler.
+  """
+  _check_temperature(temperature)
+  layout = vocab_chunks.for_batch(layout, hidden.shape)
+  width = ids.shape[1]
+  rows = hidden.shape[0] // layout._replace(token_axis=None).shards
+  block = 4 * rows * vocab_softmax.vocabulary_size(unembed, layout)
+  count = min(width, math.ceil(width * block / layout.chunk_bytes))
+
+  @jax.checkpoint
+  def one(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
+    hidden, ids = arrays
+    flat = vocab_softmax.chunk_logits(
+      hidden.reshape(-1, hidden.shape[-1]), unembed, layout
+    )
+    logits = flat.reshape(*hidden.shape[:-1], -1) / temperature
+    picked = jnp.take_along_axis(logits, ids, axis=-1)
+    return picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+  if count == 1:
+    return one((hidden, ids))
+  size = math.ceil(width / count)
+
+  def split(x: jax.Array) -> jax.Array:
+    x = jnp.pad(x, ((0, 0), (0, count * size - width), (0, 0)))
+    return jnp.moveaxis(x.reshape(x.shape[0], count, size, x.shape[2]), 1, 0)
+
+  out = jnp.moveaxis(jax.lax.map(one, (split(hidden), split(ids))), 0, 1)
+  return out.reshape(out.shape[0], count * size, -1)[:, :width]
+
+
 def logits_logps(
   logits: Float[Array, "B T V"],
   targets: Int[Array, "B T"],
