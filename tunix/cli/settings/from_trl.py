@@ -39,6 +39,8 @@ _SAME = {
   "epsilon": "algorithm.epsilon",
   "epsilon_high": "algorithm.epsilon_high",
   "delta": "algorithm.epsilon_c",
+  "sapo_temperature_pos": "algorithm.positive_temperature",
+  "sapo_temperature_neg": "algorithm.negative_temperature",
   "mask_truncated_completions": "algorithm.mask_truncated",
   "temperature": "rollout.temperature",
   "top_p": "rollout.top_p",
@@ -187,6 +189,8 @@ def _batch(
 
 
 def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
+  if (job, value) == ("grpo", "sapo"):
+    return {"algorithm.name": "sapo"}
   if job in ("grpo", "ppo"):
     ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
     return {key: value for key, value in ours.items() if value is not None}
