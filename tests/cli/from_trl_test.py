@@ -23,8 +23,8 @@ def translate(job, **options):
     ("grpo", {"scale_rewards": "batch"}, {"advantage_estimator": "batch_scaled"}),
     (
       "grpo",
-      {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
-      {"name": "sapo", "negative_temperature": 1.2},
+      {"loss_type": "sapo"},
+      {"loss_algo": "sapo", "loss_agg_mode": "sequence-mean-token-mean"},
     ),
     ("grpo", {"loss_type": "grpo"}, {"loss_agg_mode": "sequence-mean-token-mean"}),
     ("grpo", {"mask_truncated_completions": True}, {"mask_truncated": True}),

@@ -417,29 +417,6 @@ def test_a_correction_refuses_probabilities_of_a_part_of_the_tokens(kind, name):
   setup.check_support(sampling, GRPOConfig(), 0)
 
 
-def test_centering_refuses_what_it_does_not_center():
-  sampling = RolloutConfig(center_scores=8)
-  rule = lambda **options: {"rollout_correction": RolloutCorrection(**options)}
-  for settings, match in (
-    (rule(kind="decoupled"), "rollout_correction.kind is 'decoupled'"),
-    (rule(kind="dppo-tv"), "rollout_correction.kind is 'dppo-tv'"),
-    (rule(level="sequence"), "rollout_correction.level is 'sequence'"),
-    ({"exact_tile_rows": 2}, "exact_tile_rows is 2"),
-  ):
-    config = GRPOConfig(**settings)
-    setup.check_centering(RolloutConfig(), config, 0)
-    with pytest.raises(ValueError, match=match):
-      setup.check_centering(sampling, config, 0)
-  for config in (GRPOConfig(), GRPOConfig(**rule(kind="off"))):
-    for staleness in 0, 4:
-      setup.check_centering(sampling, config, staleness)
-  with pytest.raises(ValueError, match="loss_algo is 'rloo'"):
-    setup.check_centering(sampling, RLOOConfig(), 0)
-  for engine in ("vllm", "padded"):
-    with pytest.raises(ValueError, match=f"'{engine}' and center_scores is 8"):
-      clusters.config(rollout={"center_scores": 8}, rollout_engine=engine)
-
-
 def test_learners_and_the_command_refuse_filters_with_a_correction():
   rule = {"rollout_correction": RolloutCorrection()}
   with pytest.raises(ValueError, match=r"rollout.top_p is 0.5 .*kind is truncate"):
