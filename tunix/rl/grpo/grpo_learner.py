@@ -81,8 +81,9 @@ class SAPOConfig(GRPOConfig):
   """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate in the place of the clip.
 
   Attributes:
-    positive_temperature, negative_temperature: how fast the gradient shrinks as the
-      ratio of a token moves away from 1, for positive and for other advantages.
+    positive_temperature: how fast the gradient of a token with a positive advantage
+      shrinks as its ratio moves away from 1.
+    negative_temperature: the same for other advantages.
   """
 
   beta: float = 0.0
