@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from tests.rl import clusters
 from tunix.rl import common
 from tunix.rl.grpo.reinforce_pp_learner import (
   ReinforcePlusPlusConfig,
@@ -63,3 +64,18 @@ def test_without_a_divergence_every_token_has_the_score_of_its_completion():
 def test_another_estimator_is_refused():
   with pytest.raises(ValueError, match='use GRPO with "centered_normalized"'):
     ReinforcePlusPlusConfig(advantage_estimator="group_normalized")
+
+
+def test_a_run_with_one_completion_of_each_prompt():
+  cluster = clusters.cluster(reference=clusters.model(seed=1))
+  config = ReinforcePlusPlusConfig(beta=0.1)
+  learner = ReinforcePlusPlusLearner(cluster, config, clusters.even)
+  seen, example = [], learner._example
+  learner._example = lambda *args: seen.append(example(*args)) or seen[-1]
+  learner.train(clusters.prompts(1))
+  (batch,) = seen
+  drawn = batch.advantages[batch.completion_mask]
+  assert learner.train_steps == 1 and len(batch.advantages) == 4
+  np.testing.assert_allclose([drawn.mean(), drawn.std(ddof=1)], [0, 1], atol=1e-4)
+  # The penalty differs by token.
+  assert np.ptp(batch.advantages[0][batch.completion_mask[0]]) > 0
