@@ -160,6 +160,12 @@ class LanguageModel(abc.ABC):
     """Returns log-probabilities of the targets in nats, see `ops.logprobs`."""
 
   @abc.abstractmethod
+  def logps_at(
+    self, states: Float[Array, "*B _"], ids: Int[Array, "*B K"]
+  ) -> Float[Array, "*B K"]:
+    """Returns log-probabilities of K tokens for each position in nats."""
+
+  @abc.abstractmethod
   def cross_entropy(
     self,
     states: Float[Array, "*B _"],
@@ -232,6 +238,9 @@ class _FromHidden(LanguageModel):
     table, layout = self.model.unembedding()
     return logprobs.token_logps(states, table, targets, layout, **options)
 
+  def logps_at(self, states, ids):
+    return logprobs.logps_at(states, ids, *self.model.unembedding())
+
   def cross_entropy(self, states, targets, weights):
     # Unlike that of `token_logps`, its backward pass stores no log-probabilities.
     table, layout = self.model.unembedding()
@@ -262,6 +271,9 @@ class _FromLogits(LanguageModel):
     if needed is None:
       return out
     return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
+
+  def logps_at(self, states, ids):
+    return jnp.take_along_axis(jax.nn.log_softmax(states, axis=-1), ids, axis=-1)
 
   def cross_entropy(self, states, targets, weights):
     return weighted_sum(-self.token_logps(states, targets).logps, weights)

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens from hidden states, without logits of all tokens at once.
 
-Both functions iterate over chunks of tokens (chunks.py), so that memory grows
+The functions iterate over chunks of tokens (chunks.py), so that memory grows
 with the number of tokens and not with tokens times vocabulary.
 
 `weighted_nll` returns one number, and the weights that its gradients need are known in
@@ -152,6 +152,40 @@ def logits_logps(
   return TokenScores(
     logps, -jnp.sum(jnp.exp(every) * every, axis=-1) if entropy else None
   )
+
+
+def logps_at(
+  hidden: Float[Array, "B T D"],
+  ids: Int[Array, "B T K"],
+  unembed: Float[Array, "D V"],
+  layout: Layout = ONE_DEVICE,
+) -> Float[Array, "B T K"]:
+  """Returns log softmax(logits) at K tokens for each position, float32, in nats.
+
+  One product with the unembedding serves all K tokens. The result is differentiable in
+  `hidden` and `unembed`; the backward pass recomputes the logits of each chunk.
+
+  Args:
+    hidden: final hidden states.
+    ids: tokens to score at each position, in [0, V).
+    unembed: unembedding [D, V], or [V, D] with `layout.transposed`.
+    layout: sharding and chunk size. The vocabulary is not split.
+  """
+  vocab = vocab_softmax.vocabulary_size(unembed, layout)
+  layout = vocab_chunks.for_batch(layout, hidden.shape)._replace(vocab_axis=None)
+
+  def local(hidden, ids, unembed):
+    @jax.checkpoint
+    def chunk(hidden, ids):
+      logits = vocab_softmax.chunk_logits(hidden, unembed, layout)
+      every = jax.nn.log_softmax(logits, axis=-1)
+      return jnp.take_along_axis(every, ids, axis=-1), None
+
+    arrays, shape = (hidden, ids), hidden.shape[:2]
+    return vocab_chunks.over_tokens(chunk, arrays, shape, vocab, None, layout)[0]
+
+  specs = (layout.tokens, layout.tokens, vocab_chunks.table_spec(layout))
+  return vocab_chunks.on_mesh(local, layout, specs, layout.tokens)(hidden, ids, unembed)
 
 
 def _check_temperature(temperature: float) -> None:

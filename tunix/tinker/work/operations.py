@@ -31,6 +31,8 @@ def gradient(
   """Returns a forward or forward-backward request; see `data.check_rows`."""
   _check_size("rows", len(rows), limits.max_rows)
   _check_size("tokens", sum(x.tokens.size for x in rows), limits.max_request_tokens)
+  targets = [x.inputs.get("target_tokens", x.tokens) for x in rows]
+  _check_size("targets", sum(x.size for x in targets), limits.max_request_tokens)
   checked = data.check_rows(
     rows, loss, vocab_size=vocab_size, max_tokens=limits.max_tokens
   )
