@@ -181,7 +181,9 @@ def micro_batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[MicroBatch
 def _padded(
   rows: list[Row], shape: tuple[int, int], width: int
 ) -> dict[str, np.ndarray]:
-  out = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids")}
+  out: dict[str, np.ndarray] = {
+    name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids")
+  }
   for name, value in rows[0].inputs.items():
     out[name] = np.zeros((*shape, width) if width else shape, np.asarray(value).dtype)
   for i, row in enumerate(rows):

@@ -117,7 +117,7 @@ LOSSES: dict[str, Loss] = {
   ),
 }
 _NOT_SERVED = {
-  "stable_reinforce": "whose formula is not published",
+  "stable_reinforce": "whose formula is not part of the SDK",
   "custom": "which computes functions of clients on the server",
 }
 
