@@ -116,9 +116,9 @@ LOSSES: dict[str, Loss] = {
     {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
   ),
 }
-_NOT_SERVED = {
-  "stable_reinforce": "whose formula is not part of the SDK",
-  "custom": "which computes functions of clients on the server",
+_NOT_SERVED = {  # name -> why
+  "stable_reinforce": "its formula is not part of the SDK",
+  "custom": "it runs functions of clients",
 }
 
 
@@ -134,9 +134,9 @@ def loss_named(name: str) -> Loss:
   names = ", ".join(LOSSES)
   if name in _NOT_SERVED:
     raise NotServedError(
-      f"loss_fn is {name!r}, {_NOT_SERVED[name]} and this service does not have; "
-      f"expected one of {names}. Use one of them, or forward_backward_custom with a "
-      "function of Python"
+      f"loss_fn is {name!r}, which this service does not have, because "
+      f"{_NOT_SERVED[name]}; expected one of {names}. Use one of them, or "
+      "forward_backward_custom with a function of Python"
     )
   raise TinkerError(f"loss_fn is {name!r}; expected one of {names}. Correct the name")
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.tinker.errors import QuotaError, TinkerError
+from tunix.tinker.errors import NotServedError, QuotaError, TinkerError
 from tunix.tinker.learning import data, losses
 from tunix.tinker.learning.learner import AdamParams
 from tunix.tinker.protocol import fields
@@ -50,8 +50,23 @@ def _check_size(what: str, count: int, most: int) -> None:
     )
 
 
+def check_optimizer(config: Any) -> None:
+  """Refuses other optimizers than AdamW.
+
+  Raises:
+    NotServedError: another optimizer.
+  """
+  kind = config.get("type") if isinstance(config, dict) else None
+  if kind not in (None, "adamw"):
+    raise NotServedError(
+      f"the optimizer is {str(kind)[:80]!r}, which this service does not have; "
+      "expected adamw. Use AdamParams"
+    )
+
+
 def update(params: Any) -> Op:
   """Returns an AdamW update, given the fields of `AdamParams`."""
+  check_optimizer(params)
   try:
     checked = AdamParams(**fields.table({"adam_params": params}, "adam_params"))
   except (TypeError, ValueError) as error:
