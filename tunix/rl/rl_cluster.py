@@ -26,7 +26,7 @@ from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.trainer import Trainer
 from tunix.rl.weights import placement
 from tunix.rl.weights.placement import Weights
-from tunix.rl.weights.policy_version import PolicyVersion, WeightSync
+from tunix.rl.weights.policy_version import PolicyVersion, PublishedVersions
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode
@@ -83,7 +83,7 @@ class RLCluster:
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = roles.make_rollout(config, self.actor, self.tokenizer)
     # Rollouts may come from weights that are `staleness` batches old.
-    self._sync = WeightSync(history=max(8, train.staleness + 2))
+    self._sync = PublishedVersions(history=max(8, train.staleness + 2))
     self.inference_worker = InferenceWorker(
       self._others(), self._axes, config.offload_to_cpu
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 import tunix
 from tunix.cli.make import (
+  choose_widths,
   data_sources,
   environments,
   fingerprints,
   rewards,
-  widths as build_widths,
 )
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings, StreamSettings
@@ -197,7 +197,7 @@ def build_data(
   reports |= scan_records(config, tokenizer, unknown, prompts)
   reports = {name: reports[name] for name in records}
   chosen = {
-    name: build_widths.choose(
+    name: choose_widths.choose(
       config,
       _source(config, tokenizer, part),
       reports[name],
@@ -325,7 +325,7 @@ def batches(
   if records.kind is SFT and isinstance(data, RowSettings):
     options |= {"packing": data.packing, "length_buckets": data.length_buckets}
   source = _source(config, tokenizer, records)
-  chosen = chosen or build_widths.choose(config, source, None, training=training)
+  chosen = chosen or choose_widths.choose(config, source, None, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
