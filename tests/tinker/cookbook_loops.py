@@ -63,7 +63,7 @@ def run_rubric(options: dict, log: str, loss: str) -> None:
     grader_llm_name=options["model_name"],
     train_jsonl_path=str(file),
     test_jsonl_path=str(file),
-    groups_per_batch=2,
+    groups_per_batch=1,  # the grader writes 2048 tokens for each completion
     train_group_size=2,
     max_tokens=8,
     eval_every=0,

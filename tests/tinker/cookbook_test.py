@@ -74,6 +74,7 @@ def test_the_loop_of_reinforcement_learning(url, tmp_path, loss):
 
 
 def test_the_recipe_with_a_rubric(url, tmp_path):
-  metrics, checkpoints = run("rubric", url, tmp_path, 3, "cispo")
-  assert len(metrics) == 3 and any(x["optim/grad_norm"] > 0 for x in metrics), metrics
+  metrics, checkpoints = run("rubric", url, tmp_path, 2, "cispo")
+  norms = [x["grad_norm"] for x in metrics if "grad_norm" in x]
+  assert len(norms) == 2 and max(norms) > 0, metrics
   assert [x["name"] for x in checkpoints] == ["000002", "final"]
