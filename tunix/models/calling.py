@@ -273,7 +273,8 @@ class _FromLogits(LanguageModel):
     return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
 
   def logps_at(self, states, ids):
-    return jnp.take_along_axis(jax.nn.log_softmax(states, axis=-1), ids, axis=-1)
+    every = jax.nn.log_softmax(states.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(every, ids, axis=-1)
 
   def cross_entropy(self, states, targets, weights):
     return weighted_sum(-self.token_logps(states, targets).logps, weights)

@@ -35,7 +35,8 @@ class MicroBatch:
 
   Attributes:
     rows: numbers of the rows in the request.
-    arrays: tokens, segment_ids, targets and the loss's inputs, [B, T] each.
+    arrays: tokens and segment_ids [B, T]; targets and the loss's inputs, [B, T] each,
+      or [B, T, K] with K targets for each position.
   """
 
   rows: tuple[int, ...]
