@@ -83,7 +83,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       seen = server.questions.count(question)
       server.questions.append(question)
       server.requests.append(request)
-      server.headers.append(dict(self.headers))
+      server.headers.append({k.lower(): v for k, v in self.headers.items()})
       server.running += 1
       server.most = max(server.most, server.running)
     reply = server.rule(question, seen)
