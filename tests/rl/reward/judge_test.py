@@ -226,12 +226,12 @@ def test_the_key_is_sent_and_is_nowhere_else(prompts, monkeypatch, capfd, caplog
   ("settings", "message"),
   [
     ({}, "has no model; expected one of model"),
-    ({"model": "m", "folder": "f"}, "has model and folder; expected one"),
+    ({"model": "m", "folder": "."}, "has model and folder; expected one"),
     ({"model": "m"}, "url is not set, and the variable TUNIX_JUDGE_URL"),
     ({"model": "m", "url": "http://u:p4ss@h/v1"}, "url holds a password"),
     ({"model": "m", "url": "http://h", "key_variable": "NOT_SET"}, "is not set. Set"),
-    ({"folder": "f", "url": "http://h"}, "url is 'http://h' and model is not set"),
-    ({"folder": "f", "options": {"a": 1}}, "options is .* and model is not set"),
+    ({"folder": ".", "url": "http://h"}, "url is 'http://h' and model is not set"),
+    ({"folder": ".", "options": {"a": 1}}, "options is .* and model is not set"),
     (
       {"model": "m", "url": "http://h", "scale": (3, 3)},
       r"scale is \(3, 3\); expected",

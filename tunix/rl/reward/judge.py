@@ -61,19 +61,17 @@ class Asking(JudgeModel):
     if self.reasoning not in ("drop", "keep"):
       raise ValueError(f"reasoning is {self.reasoning!r}; expected 'drop' or 'keep'")
 
-  def _use(self, name: str, template: str, *columns: str | None) -> None:
+  def _use(self, name: str, template: str, *more: str | None) -> None:
     """Sets the name in metrics, the instructions, and columns besides their names."""
     self.__name__, self.template = pathlib.Path(name).stem, template
-    names = [*verdicts.fields_of(template), *filter(None, columns)]
+    names = [*verdicts.fields_of(template), *filter(None, more)]
     own = {"prompt", "completion", *self.needed}
-    self._columns = [name for name in dict.fromkeys(names) if name not in own]
-
-  @property
-  def __signature__(self) -> inspect.Signature:
-    """The signature with the columns, which a RewardManager passes."""
-    names = ["prompts", "completions", *self._columns]
+    names = ["prompts", "completions", *(x for x in names if x not in own)]
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    columns = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
+    # By it a RewardManager knows the columns that are passed. A property of the class
+    # would be read as the signature of the class.
+    self.__signature__ = inspect.Signature(columns)
 
   async def __call__(
     self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]

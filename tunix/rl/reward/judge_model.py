@@ -54,6 +54,7 @@ class JudgeModel:
     cache: folder that keeps the answers for several runs. None: the folder of the run.
 
   Raises:
+    FileNotFoundError: there is no such folder.
     ImportError: the package `openai` is missing.
     ValueError: not exactly one model is named, an option has no effect or is out of
       range, the address holds a secret, or its variable or that of the key is not set.
@@ -89,9 +90,12 @@ class JudgeModel:
         f"a judge has {' and '.join(found) or 'no model'}; expected one of model (at a "
         "server), folder and sampler (in this process)"
       )
+    # Both raise what is missing.
+    if self.folder is not None:
+      automodel.resolve_folder(self.folder)
     if self.model is not None:
       require(*_PACKAGE)
-      self.connection()  # raises what is missing
+      self.connection()
     for name in ("url", "key_variable", "options"):
       if self.model is None and getattr(self, name):
         raise ValueError(
