@@ -116,7 +116,7 @@ def serving(folder):
 def main():
   parser = argparse.ArgumentParser(description="see the top of the file")
   parser.add_argument("--output", type=pathlib.Path, required=True)
-  parser.add_argument("--steps", type=int, default=120)
+  parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--judge_steps", type=int, default=300)
   parser.add_argument(
     "--url", help="address of an API; none: trains and serves a judge"

@@ -3,12 +3,16 @@
 import asyncio
 import json
 import math
+import random
 import re
+import sys
+import time
+import zlib
 
 import numpy as np
 import pytest
 
-from tests import toys_text
+from tests import forks, toys_text
 from tests.rl import reward_faults
 from tests.rl.reward.judge_server import Reply, material, serving
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
@@ -313,3 +317,37 @@ def test_a_judge_can_be_awaited(prompts):
   with serving(by_length) as server:
     judge = Judge(str(prompts / "short.txt"), model="m", url=server.url)
     assert asyncio.run(judge(["?"], ["a"])) == [8 / 9]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_killed_process_asks_nothing_twice(tmp_path, kills, monkeypatch):
+  """A judge that is asked again changes its mind, and then the bytes would differ."""
+  kept, dice = set(), random.Random(kills)
+
+  def verdict(question, _):
+    score = zlib.crc32(question.encode()) % 10 + 1
+    text = f"Verdict: {11 - score if question in kept else score}"
+    return Reply(text, delay_s=0.01)
+
+  def start(name):
+    module = "tests.rl.reward.judge_program"
+    return forks.popen([sys.executable, "-m", module, str(tmp_path / name)])
+
+  with serving(verdict) as server:
+    monkeypatch.setenv("TUNIX_JUDGE_URL", server.url)
+    assert start("whole").wait(300) == 0
+    server.questions.clear()
+    for _ in range(kills):
+      run, enough = start("cut"), len(server.questions) + dice.randrange(2, 90 // kills)
+      while len(server.questions) < enough and run.poll() is None:
+        time.sleep(0.001)
+      run.kill()
+      assert run.wait(300) != 0
+      folder = tmp_path / "cut"
+      judge = Judge(str(folder / "judge.txt"), model="m", cache=str(folder / "kept"))
+      kept |= {q for q in server.questions if judge.asker._kept.get(q)}
+    asked = len(server.questions)
+    assert start("cut").wait(300) == 0
+    assert kept and kept.isdisjoint(server.questions[asked:])
+  whole, cut = (tmp_path / name / "rewards" for name in ("whole", "cut"))
+  assert cut.read_bytes() == whole.read_bytes()
