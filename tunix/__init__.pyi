@@ -99,6 +99,11 @@ from tunix.rl.ppo.ppo_learner import (
   PPOConfig as PPOConfig,
   PPOLearner as PPOLearner,
 )
+from tunix.rl.reward.judge import (
+  Judge as Judge,
+  PairJudge as PairJudge,
+  Rubric as Rubric,
+)
 from tunix.rl.reward.rewards import RewardManager as RewardManager
 from tunix.rl.rl_cluster import (
   RLCluster as RLCluster,

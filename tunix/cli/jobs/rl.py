@@ -94,7 +94,9 @@ def build_learner(run: Loaded) -> RLLearner:
   learner = algorithms.learner_of(algorithm)(
     cluster,
     algorithm,
-    _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
+    _no_rewards
+    if run.of_shapes
+    else rewards.build_rewards(config.reward, run.output_dir),
     data_shuffle_seed=roles.shuffle_seed,
     **_episodes(run),
   )

@@ -25,6 +25,7 @@ from tunix.rl.experience import episodes as episodes_lib
 from tunix.rl.experience.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
+from tunix.rl.reward.judge import costs_of
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout import one_turn
@@ -401,6 +402,10 @@ class Experience:
       "shared_prompt": self._shares(rollouts),
       "tile_rows": self._config.exact_tile_rows,
     }
+
+  def costs(self) -> dict[str, float]:
+    """Returns the costs of judges since the last call, by name of the metric."""
+    return {} if self._rewards is None else costs_of(self._rewards.judges)
 
   def close(self) -> None:
     """Ends the reward workers, and the processes of environments."""
