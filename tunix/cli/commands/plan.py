@@ -156,6 +156,11 @@ def _plan(
   ship_key: str | None,
 ) -> RunEstimate:
   """Compiles the programs in this process; see `plan`."""
+  if ship is not None and gpus.is_name(topology):
+    raise ValueError(
+      f"--ship is {ship!r} and --topology {topology}; XLA chooses kernels on the GPU "
+      "itself. Leave --ship out, or plan there with --topology gpu"
+    )
   if ship is not None:
     run_folder.check_writable("--ship", pathlib.Path(ship))
   key = None if ship_key is None else shipped.signing_key(ship_key, ship)
@@ -166,11 +171,6 @@ def _plan(
     raise ValueError(
       f"--ship is {ship!r} and rl.rollout_mesh {config.rollout_axes}; programs of two "
       "meshes are not shipped. Leave one of them out"
-    )
-  if ship is not None and gpus.is_name(topology):
-    raise ValueError(
-      f"--ship is {ship!r} and --topology {topology}; XLA chooses kernels on the GPU "
-      "itself. Leave --ship out, or plan there with --topology gpu"
     )
   grid = where.mesh(mesh or config.mesh or {"fsdp": -1}, devices)
   config = settled(config, {axis: int(size) for axis, size in grid.shape.items()})
