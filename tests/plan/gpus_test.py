@@ -15,7 +15,7 @@ from tests.plan import record_gpu
 from tunix.cli import main
 from tunix.perf import chips, hlo_flops
 from tunix.perf.hlo_text import Program
-from tunix.plan import apart, collectives, gpus, topology
+from tunix.plan import apart, collectives, gpus, program, topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -177,6 +177,15 @@ def test_cudnn_attention_counts_the_visible_pairs():
   assert hlo_flops.count_flops(Lowered()).flops == (
     products * 2 * rows * heads * record_gpu.HEAD_DIM * (causal + near)
   )
+
+
+def test_cudnn_keeps_sums_that_a_plan_without_gpus_adds():
+  text = record_gpu.ATTENTION.read_text()
+  (rows, length), (heads, _) = record_gpu.ROW, record_gpu.HEADS
+  sums = 3 * 4 * rows // 8 * length * heads * record_gpu.HEAD_DIM  # of one device
+  assert program.kernel_bytes(Program(text, is_compiled=False)) == sums
+  known = Program(text.replace("u8[0]", "u8[64]"), is_compiled=False)
+  assert program.kernel_bytes(known) == 0  # the compiler's figures have it
 
 
 def test_no_recipe_is_planned_above_the_peak():
