@@ -42,6 +42,7 @@ _LIMITS = {
   "record": "max_length",
   "prompt": "max_prompt_length",
   "completion": "max_completion_length",
+  "teacher prompt": "max_teacher_prompt_length",
 }
 
 
@@ -261,4 +262,9 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
   }
   narrow = dataclasses.replace(layout, **widths)
   # The limit of one part need not divide: only the sum of both does.
-  return layout if sum(dataclasses.astuple(narrow)) % shards else narrow
+  sizes = dataclasses.asdict(narrow)
+  own = sizes.pop("max_teacher_prompt_length", None)
+  rows = [sum(sizes.values())]
+  if own is not None:
+    rows.append(own + sizes["max_completion_length"])
+  return layout if any(row % shards for row in rows) else narrow
