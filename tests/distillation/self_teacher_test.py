@@ -1,5 +1,7 @@
 """A teacher that reads more, that is the student, or that is one of several."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +21,8 @@ from tunix.distillation.teachers import SelfTeacher, Teachers
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.sft import averages
 
-HINTED = {"max_teacher_prompt_length": 12}
-WHOLE = {"divergence": "reverse_kl", "alpha": 1.0, "temperature": 1.0}
+HINTED: dict[str, Any] = {"max_teacher_prompt_length": 12}
+WHOLE: dict[str, Any] = {"divergence": "reverse_kl", "alpha": 1.0, "temperature": 1.0}
 
 
 def batch(rows: int = 4, **columns):

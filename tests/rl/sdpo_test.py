@@ -1,5 +1,7 @@
 """SDPO: who gets which hint, and the advantages that its teacher gives."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from tunix.rl.pipeline import PromptBatch, prompt_batch
 from tunix.rl.reward.outcomes import Failed, Value
 from tunix.rl.reward.rewards import RewardOutput
 
-TEMPLATES = {
+TEMPLATES: dict[str, Any] = {
   "template": "{prompt} {hints}",
   "solution_template": "{solution}",
   "feedback_template": "{feedback}",

@@ -49,8 +49,8 @@ def averaging(
     # A copy: a step donates the weights and this state, which must not share memory.
     return Averaged(optimizer.init(params), jax.tree.map(_wide_copy, params))
 
-  def update(gradient: Any, state: Averaged, params: Any = None):
-    updates, inner = optimizer.update(gradient, state.inner, params)
+  def update(updates: Any, state: Any, params: Any = None):
+    updates, inner = optimizer.update(updates, state.inner, params)
     new = optax.apply_updates(params, updates)
     move = lambda old, x: old + rate * (x.astype(old.dtype) - old)
     return updates, Averaged(inner, jax.tree.map(move, state.average, new))

@@ -173,7 +173,9 @@ def as_prompts(
 
   names = {"prompts": "prompt", "completions": "completion"}
   names |= {"teacher_prompts": "teacher_prompt"}
-  out = {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
+  out: dict[str, list[Any]] = {
+    ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch
+  }
   if teachers:
     out["teachers"] = [teachers[number] for number in batch["teacher"][real]]
   return out
