@@ -1,13 +1,12 @@
 """SDPO: who gets which hint, and the advantages that its teacher gives."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.rl import clusters
+from tests.rl.env import toy_envs
 from tests.sft import trainers as sft
 from tunix.data.records import RAW_PROMPT_COLUMN
 from tunix.distillation import outputs
@@ -18,12 +17,6 @@ from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner, hints_of
 from tunix.rl.pipeline import PromptBatch, prompt_batch
 from tunix.rl.reward.outcomes import Failed, Value
 from tunix.rl.reward.rewards import RewardOutput
-
-TEMPLATES: dict[str, Any] = {
-  "template": "{prompt} {hints}",
-  "solution_template": "{solution}",
-  "feedback_template": "{feedback}",
-}
 
 
 def rollouts(rewards, columns=None, **changes) -> Rollouts:
@@ -57,12 +50,12 @@ def rollouts(rewards, columns=None, **changes) -> Rollouts:
   ],
 )
 def test_hints_are_the_good_completions_of_the_group(rewards, want):
-  config = SDPOConfig(num_generations=3, **TEMPLATES)
+  config = SDPOConfig(num_generations=3, **clusters.HINTS)
   assert hints_of(rollouts(rewards), config) == want
 
 
 def test_feedback_goes_to_failed_completions_alone():
-  config = SDPOConfig(num_generations=3, feedback="note", **TEMPLATES)
+  config = SDPOConfig(num_generations=3, feedback="note", **clusters.HINTS)
   given = rollouts([1, 0, 0, 0, 0, 0], {"note": ["{hints} n0", None]})
   both = "c0\n\n{hints} n0"  # braces of a text stay
   assert hints_of(given, config) == ["", both, both, "", "", ""]
@@ -77,15 +70,15 @@ def test_feedback_of_an_environment_is_a_log_of_the_last_turn():
       object.__setattr__(turn, "logs", {"note": f"n{row}.{number}"})
     return Episode(turns=turns)
 
-  config = SDPOConfig(num_generations=3, feedback="note", **TEMPLATES)
+  config = SDPOConfig(num_generations=3, feedback="note", **clusters.HINTS)
   given = rollouts([0] * 6, episodes=[episode(row) for row in range(6)])
   assert hints_of(given, config) == ["", "n1.0", "n2.1", "", "n4.0", "n5.1"]
 
 
-def learner(cls=SDPOLearner, *, rewards=clusters.even, algorithm=None, **options):
-  settings = {"num_generations": 4, "success_threshold": 0.6, **TEMPLATES}
+def learner(*, rewards=clusters.even, algorithm=None, env=None, **options):
+  settings = {"num_generations": 4, "success_threshold": 0.6, **clusters.HINTS}
   config = SDPOConfig(**(settings | (algorithm or {})))
-  return cls(clusters.cluster(**options), config, rewards)
+  return SDPOLearner(clusters.cluster(**options), config, rewards, env=env)
 
 
 def token_logps(model, prompt, completion) -> np.ndarray:
@@ -125,6 +118,37 @@ def test_advantages_are_what_the_hint_changes(weight, column):
   assert logged["sdpo/hinted"].value == np.mean([bool(hint) for hint in hints])
   assert "sdpo/reverse_kl" in logged
   assert RAW_PROMPT_COLUMN not in seen.row_prompts.extra
+
+
+@pytest.mark.slow
+def test_hints_go_into_the_first_message_of_an_episode():
+  """Of three turns in one row: the actions count, the observations are read."""
+  settings = {"success_threshold": 2.0, "feedback": "said"}
+  made = learner(rewards=None, algorithm=settings, env=toy_envs.Echo)
+  batch = {"prompts": ["3 5", "7"]}
+  seen = made._rollouts(prompt_batch(batch))
+  hints = hints_of(seen, made.algo_config)
+  example, model = made._with_advantages(seen), made.rl_cluster.actor
+  checked = 0
+  for row, hint in enumerate(hints):
+    drawn = seen.completion_mask[row]
+    whole = seen.completion_ids[row][: np.flatnonzero(drawn)[-1] + 1]
+    prompt, hint = (
+      [int(word) for word in text.split()]
+      for text in (batch["prompts"][row // 4], hint)
+    )
+    taught = token_logps(model, prompt + hint, whole)
+    gain = (taught - token_logps(model, prompt, whole))[drawn[: len(whole)]]
+    np.testing.assert_allclose(example.advantages[row][drawn], gain, atol=3e-5)
+    checked += len(whole) > drawn.sum() and bool(hint)
+  assert checked
+
+
+@pytest.mark.slow
+def test_an_environment_of_ids_is_refused():
+  made = learner(rewards=None, algorithm={"feedback": "said"}, env=toy_envs.Ids)
+  with pytest.raises(ValueError, match="the environment gives token ids"):
+    made._generate_and_compute_advantage(prompt_batch({"prompts": ["3 5"]}))
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl():
