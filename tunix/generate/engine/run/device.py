@@ -261,7 +261,9 @@ class Device:
       return None
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
-  def _kept(self, graph: nnx.GraphDef[Any], state: Any, mesh: Mesh | None) -> Keeper:
+  def _kept(
+    self, graph: nnx.GraphDef[Any], state: nnx.State, mesh: Mesh | None
+  ) -> Keeper:
     """Returns the keeper of the cache; made when it is first needed."""
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.
