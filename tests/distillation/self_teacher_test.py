@@ -119,6 +119,7 @@ def test_a_teacher_reads_its_own_rows_of_a_batch():
   assert np.any(outs["sums", "sums"][0] != outs["words", "words"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "known", [SelfTeacher(), Teachers({"a": toys.model(3), "b": toys.model(4)})]
 )
@@ -152,15 +153,17 @@ def test_the_average_by_hand():
   for _ in range(2):
     updates, state = tx.update({"w": jnp.ones(2, jnp.bfloat16)}, state, params)
     params = optax.apply_updates(params, updates)
-    want = want + 0.25 * (np.asarray(params["w"], np.float32) - want)
-    np.testing.assert_array_equal(averages.average_of(state)["w"], want)
+    new: Any = params
+    want = want + 0.25 * (np.asarray(new["w"], np.float32) - want)
+    average = averages.average_of(state)["w"]
+    np.testing.assert_array_equal(average, want)
   with pytest.raises(ValueError, match="averaging"):
     averages.average_of(optax.sgd(1.0).init(params))
   with pytest.raises(ValueError, match="rate is 2"):
     averages.averaging(optax.sgd(1.0), 2.0)
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_an_average_of_rate_0_stays_and_of_rate_1_follows(rate):
   """Rate 1 is the teacher "current", and rate 0 the student before its first step."""
   student = toys.model()
@@ -177,6 +180,7 @@ def test_an_average_of_rate_0_stays_and_of_rate_1_follows(rate):
   t.close()
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_has_the_same_average(tmp_path):
   finals = []
   for folder, parts in (("whole", [3]), ("cut", [2, 3])):

@@ -15,6 +15,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +38,15 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 HINTED, WIDTH, STEPS, RATE = "[{answer}]{prompt}", 16, 60, 2e-4
-LENGTHS = {"max_prompt_length": 8, "max_tokens_to_generate": learning.ANSWER_LENGTH}
-_HINTS = {"template": "[{hints}]{prompt}", "solution_template": "{solution}"}
-_GROUP = {"num_generations": GENERATIONS, "beta": 0.0}
+LENGTHS: dict[str, Any] = {
+  "max_prompt_length": 8,
+  "max_tokens_to_generate": learning.ANSWER_LENGTH,
+}
+_HINTS: dict[str, Any] = {
+  "template": "[{hints}]{prompt}",
+  "solution_template": "{solution}",
+}
+_GROUP: dict[str, Any] = {"num_generations": GENERATIONS, "beta": 0.0}
 ALGORITHMS = {
   "grpo": (GRPOLearner, GRPOConfig(**_GROUP)),
   "sdpo": (SDPOLearner, SDPOConfig(**_GROUP, **_HINTS)),
@@ -117,7 +124,8 @@ def of_demonstrations(model: pathlib.Path, seed: int) -> list[float]:
     ),
     tokenizer=tokenizer,
   )
-  curve, answers, sampler = [], [], trainer.sampler
+  curve, answers = [], []
+  sampler: Any = trainer.sampler
 
   class Noting:
     """The trainer's sampler; counts right answers."""
@@ -130,7 +138,8 @@ def of_demonstrations(model: pathlib.Path, seed: int) -> list[float]:
     def __getattr__(self, name):
       return getattr(sampler, name)
 
-  trainer.sampler = Noting()
+  noting: Any = Noting()
+  trainer.sampler = noting
 
   def data():
     for texts, right in batches(seed, PROMPTS * GENERATIONS):

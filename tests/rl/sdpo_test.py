@@ -1,5 +1,8 @@
 """SDPO: who gets which hint, and the advantages that its teacher gives."""
 
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +92,11 @@ def token_logps(model, prompt, completion) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-  ("weight", "column"), [(1.0, False), (0.25, True)], ids=["teacher", "both"]
+  ("weight", "column"),
+  [
+    pytest.param(1.0, False, id="teacher", marks=pytest.mark.slow),
+    pytest.param(0.25, True, id="both"),
+  ],
 )
 def test_advantages_are_what_the_hint_changes(weight, column):
   """A_t = w (log pi(y_t | hint) - log pi(y_t)) + (1 - w) A of the group."""
@@ -196,6 +203,7 @@ def test_a_run_without_hints_has_no_dense_advantages():
   assert not example.advantages.any()
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_has_the_same_average(tmp_path):
   finals = []
   for folder, parts in (("whole", [3]), ("cut", [2, 3])):
@@ -229,6 +237,7 @@ def test_wrong_settings_are_refused(settings, says):
 
 
 def test_prompts_that_no_hint_extends_are_refused():
-  made = learner(rewards=lambda prompts, completions, **_: [1.0] * len(prompts))
+  made: Any = types.SimpleNamespace(algo_config=SDPOConfig(), rl_cluster=None)
+  given = rollouts([1] * 6, {RAW_PROMPT_COLUMN: [[3, 4], [5]]})
   with pytest.raises(ValueError, match="a prompt is token ids"):
-    made._generate_and_compute_advantage(prompt_batch({"prompts": [[3, 4], [5]]}))
+    SDPOLearner._teacher_ids(made, given, 0, "hint")

@@ -257,9 +257,7 @@ def _check_models(student: nnx.Module, teacher: Any, kinds: tuple[type, ...]) ->
       "DistillationTrainer(student, teacher, strategy, optimizer, training_config)"
     )
   if teacher is not None and not isinstance(teacher, kinds):
-    names = ", ".join(
-      f"{kind.__module__.split('.')[-1]}.{kind.__name__}" for kind in kinds
-    )
+    names = ", ".join(kind.__name__ for kind in kinds)
     raise TypeError(
       f"teacher_model is a {type(teacher).__name__}, expected one of {names}, or None "
       "with batches that have teacher_output"

@@ -187,10 +187,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       return out
     if isinstance(self.teacher_model, Teachers):
       out["teacher"] = self.teacher_model.numbers(fields.get("teachers"), count)
-    limit, prompts = (
-      self.on_policy.max_teacher_prompt_length,
-      fields.get("teacher_prompts"),
-    )
+    limit = self.on_policy.max_teacher_prompt_length
+    prompts = fields.get("teacher_prompts")
     if (limit is None) != (prompts is None) or len(prompts or ()) not in (0, count):
       found = "no" if prompts is None else len(prompts)
       raise ValueError(

@@ -272,6 +272,12 @@ def _check_rewards(config: RunSettings, columns: list[str]) -> None:
   """Refuses reward functions and environments that do not fit the data."""
   env = _env(config)
   rewards.check(_reward(config), columns, has_others=env is not None)
+  feedback = getattr(getattr(config, "algorithm", None), "feedback", None)
+  if feedback is not None and env is None and feedback not in columns:
+    raise ValueError(
+      f"algorithm.feedback is {feedback!r}, which is no column of the data. It has "
+      f"{', '.join(columns) or 'none'}. Correct the name, or leave it out"
+    )
   if env is not None:
     environments.check(env, columns)
 

@@ -95,6 +95,8 @@ class Taught:
 
   def kind(self, kind: Kind) -> Kind:
     """Returns a kind whose records have the fields TEACHER_PROMPT and TEACHER too."""
+    if self.template is None and not self.teachers:
+      return kind
 
     def read(record: Any, where: str) -> Record:
       out = kind.read(record, where)
