@@ -1,17 +1,19 @@
 """What hints are worth on sums: python -m tests.rl.hint_learning [--plot FILE].
 
-The model of `tests.rl.learning` is taught half of its rows with the answer in front:
+A small model is taught sums of two digits, every second one behind its answer:
 
-    37+48=     85          [85]37+48=     85
+    7+8=     15          [15]7+8=     15
 
-so that it copies an answer that it reads, and has about half of the other sums right.
-SDPO puts a right answer of the group there, SDFT that of the data; GRPO has rewards
-alone. What counts are right answers without a hint, sampled at temperature 1.
+It sees sums without the answer only of a first number below 5, so that it copies an
+answer that it reads, and has few of the other sums right. These are trained. SDPO puts
+a right answer of the group in front, SDFT that of the data; GRPO has rewards alone.
+What counts are right answers without a hint, sampled at temperature 1.
 """
 
 import argparse
 import json
 import pathlib
+import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +23,6 @@ import numpy as np
 
 from tests import optimizers
 from tests.rl import learning
-from tests.rl.learning import GENERATIONS, PROMPTS, problems
 from tunix.data.turns.teacher_prompts import filled
 from tunix.distillation.on_policy_trainer import (
   OnPolicyConfig,
@@ -37,11 +38,10 @@ from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-HINTED, WIDTH, STEPS, RATE = "[{answer}]{prompt}", 16, 60, 2e-4
-LENGTHS: dict[str, Any] = {
-  "max_prompt_length": 8,
-  "max_tokens_to_generate": learning.ANSWER_LENGTH,
-}
+HINTED, WIDTH, STEPS, RATE = "[{answer}]{prompt}", 12, 80, 3e-4
+PROMPTS, GENERATIONS, TAUGHT = 32, 8, 128
+SIZES = {"num_layers": 2, "embed_dim": 64, "hidden_dim": 192, "head_dim": 16}
+LENGTHS: dict[str, Any] = {"max_prompt_length": 5, "max_tokens_to_generate": 3}
 _HINTS: dict[str, Any] = {
   "template": "[{hints}]{prompt}",
   "solution_template": "{solution}",
@@ -50,19 +50,25 @@ _GROUP: dict[str, Any] = {"num_generations": GENERATIONS, "beta": 0.0}
 ALGORITHMS = {
   "grpo": (GRPOLearner, GRPOConfig(**_GROUP)),
   "sdpo": (SDPOLearner, SDPOConfig(**_GROUP, **_HINTS)),
-  "sdpo, weight 0.5": (SDPOLearner, SDPOConfig(distill_weight=0.5, **_GROUP, **_HINTS)),
 }
+
+
+def problems(seed: int, count: int, first: range) -> list[tuple[str, str]]:
+  """(prompt, answer): sums of a number of `first` and one below 10."""
+  numbers = random.Random(seed)
+  pairs = [(numbers.choice(first), numbers.randrange(10)) for _ in range(count)]
+  return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
 def lesson(tokenizer: TokenizerAdapter) -> Iterator[dict[str, np.ndarray]]:
   """Batches of sums, every second one behind its answer; BOS is in front."""
   for seed in range(learning.TAUGHT_STEPS):
-    shape = (2 * learning.TAUGHT_ROWS, WIDTH)
     names = ("input_tokens", "input_mask", "segment_ids")
-    batch = {name: np.zeros(shape, np.int32) for name in names}
-    for row, (prompt, answer) in enumerate(
-      problems(10**6 + seed, len(batch["input_mask"]))
-    ):
+    batch = {name: np.zeros((TAUGHT, WIDTH), np.int32) for name in names}
+    hinted = problems(10**6 + seed, TAUGHT, range(10))
+    plain = problems(10**7 + seed, TAUGHT, range(5))
+    for row in range(TAUGHT):
+      prompt, answer = (plain, hinted)[row % 2][row]
       text = filled(HINTED, answer=answer, prompt=prompt) if row % 2 else prompt
       start = tokenizer.tokenize(text, add_eos=False).tolist()
       ids = [*start, *tokenizer.encode(answer), tokenizer.eos_id()]
@@ -102,7 +108,7 @@ def of_rewards(name: str, model: pathlib.Path, seed: int) -> list[float]:
 
 def batches(seed: int, size: int) -> Iterator[tuple[list[str], list[str]]]:
   for step in range(STEPS):
-    texts, answers = zip(*problems(1000 * seed + step, size))
+    texts, answers = zip(*problems(1000 * seed + step, size, range(5, 10)))
     yield list(texts), list(answers)
 
 
@@ -158,7 +164,7 @@ def main() -> None:
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
-    model = learning.half_taught(pathlib.Path(folder), lesson)
+    model = learning.half_taught(pathlib.Path(folder), lesson, **SIZES)
     for seed in given.seeds:
       for name in [*ALGORITHMS, "sdft"]:
         start = time.process_time()

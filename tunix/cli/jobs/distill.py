@@ -69,16 +69,16 @@ def strategy(
   values = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
   options = {name: value for name, value in values.items() if value is not None}
   section = config.distill
-  if section.self_teacher is not None:
-    options = _SELF | options
-  if section.self_teacher in ("average", "current") or section.teachers:
-    options.setdefault("distill_top_k", min(_TOP_K, vocab_size))
-  if config.distill.divergence == "jsd":
-    options.setdefault("beta", _JSD_BETA)
   with keys.under("distill", DistillSettings):
-    if config.distill.strategy == "policy_gradient":
+    if section.strategy == "policy_gradient":
       temperature = options.get("temperature", config.rollout.temperature)
       return PolicyGradientStrategy(temperature=temperature)
+    if section.divergence == "jsd":
+      options.setdefault("beta", _JSD_BETA)
+    if section.self_teacher is not None:
+      options = _SELF | options
+    if section.self_teacher in ("average", "current") or section.teachers:
+      options.setdefault("distill_top_k", min(_TOP_K, vocab_size))
     return LogitStrategy(**options)
 
 

@@ -103,7 +103,8 @@ class DistillSettings:
         f"cache is {self.cache!r} and distill.on_policy_fraction {fraction}; new "
         "completions of the student are in no cache. Leave one of them out"
       )
-    if self.teacher_dtype is not None and self.teacher is None:
+    has_folder = self.teacher is not None or self.teachers
+    if self.teacher_dtype is not None and not has_folder:
       raise ValueError(
         f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set. Name "
         "the teacher's folder"
