@@ -4,10 +4,10 @@ A small model is taught sums of two digits, every second one behind its answer:
 
     7+8=     15          [15]7+8=     15
 
-It sees sums without the answer only of a first number below 5, so that it copies an
-answer that it reads, and has few of the other sums right. These are trained. SDPO puts
-a right answer of the group in front, SDFT that of the data; GRPO has rewards alone.
-What counts are right answers without a hint, sampled at temperature 1.
+Behind its answer a sum is always right, so that the model copies what it reads. Of the
+other sums three in ten are right, and so are the model's samples. SDPO puts a right
+answer of the group in front, SDFT that of the data; GRPO has rewards alone. What counts
+are right answers without a hint, sampled at temperature 1.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-HINTED, WIDTH, STEPS, RATE = "[{answer}]{prompt}", 12, 80, 3e-4
-PROMPTS, GENERATIONS, TAUGHT = 32, 8, 128
+HINTED, WIDTH, STEPS, RATE = "[{answer}]{prompt}", 12, 50, 3e-4
+PROMPTS, GENERATIONS, TAUGHT, KNOWN = 32, 8, 128, 0.3
 SIZES = {"num_layers": 2, "embed_dim": 64, "hidden_dim": 192, "head_dim": 16}
 LENGTHS: dict[str, Any] = {"max_prompt_length": 5, "max_tokens_to_generate": 3}
 _HINTS: dict[str, Any] = {
@@ -53,10 +53,10 @@ ALGORITHMS = {
 }
 
 
-def problems(seed: int, count: int, first: range) -> list[tuple[str, str]]:
-  """(prompt, answer): sums of a number of `first` and one below 10."""
+def problems(seed: int, count: int) -> list[tuple[str, str]]:
+  """(prompt, answer): sums of two numbers below 10."""
   numbers = random.Random(seed)
-  pairs = [(numbers.choice(first), numbers.randrange(10)) for _ in range(count)]
+  pairs = [(numbers.randrange(10), numbers.randrange(10)) for _ in range(count)]
   return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
@@ -65,11 +65,11 @@ def lesson(tokenizer: TokenizerAdapter) -> Iterator[dict[str, np.ndarray]]:
   for seed in range(learning.TAUGHT_STEPS):
     names = ("input_tokens", "input_mask", "segment_ids")
     batch = {name: np.zeros((TAUGHT, WIDTH), np.int32) for name in names}
-    hinted = problems(10**6 + seed, TAUGHT, range(10))
-    plain = problems(10**7 + seed, TAUGHT, range(5))
-    for row in range(TAUGHT):
-      prompt, answer = (plain, hinted)[row % 2][row]
+    numbers = random.Random(seed)
+    for row, (prompt, answer) in enumerate(problems(10**6 + seed, TAUGHT)):
       text = filled(HINTED, answer=answer, prompt=prompt) if row % 2 else prompt
+      if not row % 2 and numbers.random() > KNOWN:
+        answer = str(numbers.randrange(19))
       start = tokenizer.tokenize(text, add_eos=False).tolist()
       ids = [*start, *tokenizer.encode(answer), tokenizer.eos_id()]
       batch["input_tokens"][row, : len(ids)] = ids
@@ -108,7 +108,7 @@ def of_rewards(name: str, model: pathlib.Path, seed: int) -> list[float]:
 
 def batches(seed: int, size: int) -> Iterator[tuple[list[str], list[str]]]:
   for step in range(STEPS):
-    texts, answers = zip(*problems(1000 * seed + step, size, range(5, 10)))
+    texts, answers = zip(*problems(1000 * seed + step, size))
     yield list(texts), list(answers)
 
 
