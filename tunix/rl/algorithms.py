@@ -18,6 +18,7 @@ from tunix.rl.grpo.grpo_learner import (
   GSPOConfig,
 )
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_learner import RLLearner
 
@@ -36,6 +37,7 @@ ALGORITHMS = {
   "gspo": Algorithm(GSPOConfig, GRPOLearner),
   "cispo": Algorithm(CISPOConfig, GRPOLearner),
   "rloo": Algorithm(RLOOConfig, RLOOLearner),
+  "sdpo": Algorithm(SDPOConfig, SDPOLearner),
   "ppo": Algorithm(PPOConfig, PPOLearner),
 }
 

@@ -335,7 +335,7 @@ class Experience:
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
-        old = self._old_logps(rollouts)
+        old = self.old_logps(rollouts)
     return TrainExample(
       prompt_ids=rollouts.prompt_ids,
       prompt_mask=rollouts.prompt_mask,
@@ -381,7 +381,7 @@ class Experience:
     if not config.beta:
       return None, None
     with self.phases("scoring"):
-      old, ref = self._old_logps(rollouts), self._ref_logps(rollouts)
+      old, ref = self.old_logps(rollouts), self._ref_logps(rollouts)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
     count = max(1, mask.sum())
@@ -391,7 +391,8 @@ class Experience:
   def _ref_logps(self, rows: Rollouts) -> np.ndarray:
     return self._cluster.get_ref_per_token_logps(rows, **self._scoring(rows))
 
-  def _old_logps(self, rows: Rollouts) -> np.ndarray:
+  def old_logps(self, rows: Rollouts) -> np.ndarray:
+    """Returns the policy's log-probabilities of completions, float32 [B, R]."""
     return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
 
   def _shares(self, rollouts: Rollouts) -> bool:
