@@ -52,6 +52,7 @@ ELSEWHERE = {
   *("mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"),
   *("perf/judge_prompt_tokens", "perf/judge_answer_tokens"),
 }
+ELSEWHERE |= {"score_centering/head"}
 
 
 def logging(folder: pathlib.Path) -> dict[str, Any]:

@@ -94,6 +94,12 @@ from tunix.rl.grpo.grpo_learner import (
   GRPOConfig as GRPOConfig,
   GRPOLearner as GRPOLearner,
   GSPOConfig as GSPOConfig,
+  MaxRLConfig as MaxRLConfig,
+  SAPOConfig as SAPOConfig,
+)
+from tunix.rl.grpo.reinforce_pp_learner import (
+  ReinforcePlusPlusConfig as ReinforcePlusPlusConfig,
+  ReinforcePlusPlusLearner as ReinforcePlusPlusLearner,
 )
 from tunix.rl.grpo.rloo_learner import (
   RLOOConfig as RLOOConfig,
