@@ -107,6 +107,11 @@ def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
   [
     ("grpo", {}),
     pytest.param("ppo", {}, marks=pytest.mark.slow),
+    pytest.param(
+      "grpo",
+      {"algorithm__name": "sdpo", "algorithm__success_threshold": 0.1},
+      marks=pytest.mark.slow,
+    ),
     # The rollouts have devices of their own.
     (
       "grpo",
@@ -225,6 +230,10 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     (
       {"algorithm__gamma": 0.9},
       "algorithm.gamma is 0.9, and the job 'grpo' does not read it",
+    ),
+    (
+      {"algorithm__name": "sdpo", "algorithm__feedback": "note"},
+      "algorithm.feedback is 'note', which is no column of the data",
     ),
     ({"algorithm__max_refills": 3}, "it belongs to the algorithm dapo"),
     ({"algorithm__epsilon_c": 0.5}, "algorithm.epsilon_c is 0.5"),

@@ -19,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import optax
@@ -92,25 +93,25 @@ def supervised(tokenizer: TokenizerAdapter) -> Iterator[dict[str, np.ndarray]]:
     yield batch
 
 
-def half_taught(folder: pathlib.Path) -> pathlib.Path:
-  """A model that has about half of the sums right, written to `folder`."""
+def half_taught(
+  folder: pathlib.Path, lesson: Any = supervised, **sizes: int
+) -> pathlib.Path:
+  """A model that has about half of the sums right, written to `folder`.
+
+  `lesson(tokenizer)` yields what it is taught with; `sizes` are those of the model.
+  """
   tokenizer = make_tokenizer()
-  config = ModelConfig(
-    num_layers=4,
-    vocab_size=tokenizer.vocab_size,
-    embed_dim=128,
-    hidden_dim=384,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rope=RopeConfig(theta=1e6),
-  )
+  usual: dict[str, Any] = {
+    **{"num_layers": 4, "embed_dim": 128, "hidden_dim": 384, "num_heads": 4},
+    **{"num_kv_heads": 2, "head_dim": 32, "rope": RopeConfig(theta=1e6)},
+  }
+  config = ModelConfig(vocab_size=tokenizer.vocab_size, **usual | sizes)
   trainer = PeftTrainer(
     AutoModel.from_config(config, seed=0),
     optimizers.adamw(1e-3, weight_decay=0.01),
     TrainingConfig(max_steps=TAUGHT_STEPS, pbar_description=None),
   )
-  trainer.train(supervised(tokenizer))
+  trainer.train(lesson(tokenizer))
   roles = {"bos": tokenizer.bos_id(), "eos": tokenizer.eos_id()}
   roles["pad"] = tokenizer.pad_id()
   ids = {f"{role}_token_id": number for role, number in roles.items()}

@@ -24,6 +24,7 @@ from tunix.rl.grpo.reinforce_pp_learner import (
   ReinforcePlusPlusLearner,
 )
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_learner import RLLearner
 
@@ -44,6 +45,7 @@ ALGORITHMS = {
   "sapo": Algorithm(SAPOConfig, GRPOLearner),
   "maxrl": Algorithm(MaxRLConfig, GRPOLearner),
   "rloo": Algorithm(RLOOConfig, RLOOLearner),
+  "sdpo": Algorithm(SDPOConfig, SDPOLearner),
   "reinforce++": Algorithm(ReinforcePlusPlusConfig, ReinforcePlusPlusLearner),
   "ppo": Algorithm(PPOConfig, PPOLearner),
 }

@@ -59,6 +59,9 @@ def build_learner(run: Loaded) -> RLLearner:
       "the policy for each process"
     )
   algorithm, roles = config.algorithm, config.rl
+  if run.of_shapes and getattr(algorithm, "feedback", None) is not None:
+    # A plan's prompts have no columns.
+    algorithm = dataclasses.replace(algorithm, feedback=None)
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:
     models["reference"] = run.models.reference(roles.reference)
@@ -94,7 +97,9 @@ def build_learner(run: Loaded) -> RLLearner:
   learner = algorithms.learner_of(algorithm)(
     cluster,
     algorithm,
-    _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
+    _no_rewards
+    if run.of_shapes
+    else rewards.build_rewards(config.reward, run.output_dir),
     data_shuffle_seed=roles.shuffle_seed,
     **_episodes(run),
   )

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens from hidden states, without logits of all tokens at once.
 
-Both functions iterate over chunks of tokens (chunks.py), so that memory grows
+The functions iterate over chunks of tokens (chunks.py), so that memory grows
 with the number of tokens and not with tokens times vocabulary.
 
 `weighted_nll` returns one number, and the weights that its gradients need are known in
@@ -141,44 +141,33 @@ def token_logps(
 def logps_at(
   hidden: Float[Array, "B T D"],
   unembed: Float[Array, "D V"],
-  ids: Int[Array, "B T k"],
+  ids: Int[Array, "B T K"],
   layout: Layout = ONE_DEVICE,
   *,
   temperature: float = 1.0,
-) -> Float[Array, "B T k"]:
-  """Returns log softmax(logits / temperature) of k tokens at every position.
+) -> Float[Array, "B T K"]:
+  """Returns log softmax(logits / temperature) of K tokens for each position.
 
-  The arguments and errors are those of `token_logps`. One block of the positions of all
-  rows is computed after the other, and again in the backward pass. Unlike `token_logps`
-  it leaves the placement on a mesh to the compiler.
+  The arguments and errors are those of `token_logps`. One product with the unembedding
+  serves all K tokens, and the vocabulary is not split. The result is differentiable in
+  `hidden` and `unembed`; the backward pass recomputes the logits of each chunk.
   """
   _check_temperature(temperature)
-  layout = vocab_chunks.for_batch(layout, hidden.shape)
-  width = ids.shape[1]
-  rows = hidden.shape[0] // layout._replace(token_axis=None).shards
-  block = 4 * rows * vocab_softmax.vocabulary_size(unembed, layout)
-  count = min(width, math.ceil(width * block / layout.chunk_bytes))
+  vocab = vocab_softmax.vocabulary_size(unembed, layout)
+  layout = vocab_chunks.for_batch(layout, hidden.shape)._replace(vocab_axis=None)
 
-  @jax.checkpoint
-  def one(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
-    hidden, ids = arrays
-    flat = vocab_softmax.chunk_logits(
-      hidden.reshape(-1, hidden.shape[-1]), unembed, layout
-    )
-    logits = flat.reshape(*hidden.shape[:-1], -1) / temperature
-    picked = jnp.take_along_axis(logits, ids, axis=-1)
-    return picked - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  def local(hidden, ids, unembed):
+    @jax.checkpoint
+    def chunk(hidden, ids):
+      logits = vocab_softmax.chunk_logits(hidden, unembed, layout)
+      every = jax.nn.log_softmax(logits / temperature, axis=-1)
+      return jnp.take_along_axis(every, ids, axis=-1), None
 
-  if count == 1:
-    return one((hidden, ids))
-  size = math.ceil(width / count)
+    arrays, shape = (hidden, ids), hidden.shape[:2]
+    return vocab_chunks.over_tokens(chunk, arrays, shape, vocab, None, layout)[0]
 
-  def split(x: jax.Array) -> jax.Array:
-    x = jnp.pad(x, ((0, 0), (0, count * size - width), (0, 0)))
-    return jnp.moveaxis(x.reshape(x.shape[0], count, size, x.shape[2]), 1, 0)
-
-  out = jnp.moveaxis(jax.lax.map(one, (split(hidden), split(ids))), 0, 1)
-  return out.reshape(out.shape[0], count * size, -1)[:, :width]
+  specs = (layout.tokens, layout.tokens, vocab_chunks.table_spec(layout))
+  return vocab_chunks.on_mesh(local, layout, specs, layout.tokens)(hidden, ids, unembed)
 
 
 def logits_logps(

@@ -25,6 +25,7 @@ from tunix.rl.experience import episodes as episodes_lib
 from tunix.rl.experience.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
+from tunix.rl.reward.judge import costs_of
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout import one_turn
@@ -334,7 +335,7 @@ class Experience:
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
-        old = self._old_logps(rollouts)
+        old = self.old_logps(rollouts)
     return TrainExample(
       prompt_ids=rollouts.prompt_ids,
       prompt_mask=rollouts.prompt_mask,
@@ -385,7 +386,7 @@ class Experience:
     if not config.beta:
       return None, None
     with self.phases("scoring"):
-      old, ref = self._old_logps(rollouts), self._ref_logps(rollouts)
+      old, ref = self.old_logps(rollouts), self._ref_logps(rollouts)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
     count = max(1, mask.sum())
@@ -395,7 +396,8 @@ class Experience:
   def _ref_logps(self, rows: Rollouts) -> np.ndarray:
     return self._cluster.get_ref_per_token_logps(rows, **self._scoring(rows))
 
-  def _old_logps(self, rows: Rollouts) -> np.ndarray:
+  def old_logps(self, rows: Rollouts) -> np.ndarray:
+    """Returns the policy's log-probabilities of completions, float32 [B, R]."""
     return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
 
   def _shares(self, rollouts: Rollouts) -> bool:
@@ -406,6 +408,10 @@ class Experience:
       "shared_prompt": self._shares(rollouts),
       "tile_rows": self._config.exact_tile_rows,
     }
+
+  def costs(self) -> dict[str, float]:
+    """Returns the costs of judges since the last call, by name of the metric."""
+    return {} if self._rewards is None else costs_of(self._rewards.judges)
 
   def close(self) -> None:
     """Ends the reward workers, and the processes of environments."""

@@ -128,6 +128,10 @@ class GRPOLearner(RLLearner):
   def _with_advantages(
     self, rollouts: Rollouts, old: np.ndarray | None = None
   ) -> TrainExample:
+    return self._example(rollouts, self._group_advantages(rollouts), old)
+
+  def _group_advantages(self, rollouts: Rollouts) -> np.ndarray:
+    """Returns the advantage of each completion in its group, [P * G]."""
     estimate = resolve(
       "advantage_estimator",
       self.algo_config.advantage_estimator,
@@ -139,4 +143,4 @@ class GRPOLearner(RLLearner):
       values = decoupled(estimate, parts, weights, where=rollouts.valid)
     else:
       values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
-    return self._example(rollouts, np.asarray(values).reshape(-1), old)
+    return np.asarray(values).reshape(-1)
