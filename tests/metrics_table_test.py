@@ -136,7 +136,8 @@ def dapo(**options: Any) -> None:
 
 
 def sdpo(**options: Any) -> None:
-  algorithm = SDPOConfig(num_generations=4, success_threshold=0.5, **clusters.HINTS)
+  settings = {"num_generations": 4, "eval_num_generations": 2, **clusters.HINTS}
+  algorithm = SDPOConfig(success_threshold=0.5, **settings)
   learner = SDPOLearner(clusters.cluster(**options), algorithm, clusters.even)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
