@@ -130,7 +130,7 @@ def by_lm_eval(backend, arguments, folder):
   }
 
 
-def by_inspect(name, arguments, folder):
+def by_inspect(name, arguments, folder, **rules):
   """Returns the accuracy and the answers of one of inspect-ai's providers."""
   import inspect_ai
   from inspect_ai import dataset, model, scorer, solver
@@ -146,8 +146,8 @@ def by_inspect(name, arguments, folder):
   [log] = inspect_ai.eval(
     task,
     model=model.get_model(name, **arguments),
-    temperature=0,
     max_tokens=NEW_TOKENS,
+    **rules,
     log_dir=str(folder / "logs"),
     display="none",
   )
@@ -199,14 +199,15 @@ def main():
   name = pathlib.Path(args.model).name
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
-    folder_args = {"model_path": args.model, "device": "cpu", "do_sample": False}
+    # This provider refuses a temperature of 0.
+    greedy = {"model_path": args.model, "device": "cpu", "do_sample": False}
     theirs = {
       "lm-eval": by_lm_eval(
         "hf",
         {"pretrained": args.model, "dtype": "float32", "device": "cpu"},
         folder,
       ),
-      "inspect-ai": by_inspect("hf/local", folder_args, folder),
+      "inspect-ai": by_inspect("hf/local", greedy, folder),
     }
     with serving(args.tunix, args.model) as url:
       completions = {
@@ -218,7 +219,9 @@ def main():
       chat = {"base_url": f"{url}/v1", "api_key": "none"}
       ours = {
         "lm-eval": by_lm_eval("local-completions", completions, folder),
-        "inspect-ai": by_inspect(f"openai-api/tunix/{name}", chat, folder),
+        "inspect-ai": by_inspect(
+          f"openai-api/tunix/{name}", chat, folder, temperature=0
+        ),
       }
   print(json.dumps({"theirs": theirs, "ours": ours}))
   print(json.dumps(compared(theirs, ours)))
