@@ -77,7 +77,7 @@ _GPU_HEAD = """\
 
 The same recipes on one H100 and on eight of one host (`tunix plan RECIPE --topology
 h100:8 --mesh fsdp=8`). JAX takes three quarters of the 79.11 GiB of a GPU. No GPU took
-part; [plans for GPUs](guides/planning.md#plans-for-gpus) says what such a plan can tell.
+part; [plans for GPUs](guides/planning.md#plans-for-gpus) says what a plan can tell.
 `python benchmarks/recipes.py --gpus` made the table.
 
 """
