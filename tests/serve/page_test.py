@@ -63,13 +63,13 @@ def prompt_of(engine, number):
 
 
 def test_the_page_is_one_file():
-  page = importlib.resources.files("tunix.serve").joinpath("page.html").read_text()
+  page = (importlib.resources.files("tunix.serve") / "status_page.html").read_text()
   assert not re.findall(r"https?:|//\w+\.\w|@import|\burl\(", page)
   assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]
 
 
 def test_the_page_makes_no_markup_of_text():
-  page = importlib.resources.files("tunix.serve").joinpath("page.html").read_text()
+  page = (importlib.resources.files("tunix.serve") / "status_page.html").read_text()
   readers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc"
   readers += r"|createContextualFragment|setHTML|\beval\(|new Function|javascript:"
   assert not re.findall(readers, page)

@@ -58,7 +58,7 @@ class Beams:
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def search(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   prompts: Prompts,
   rules: Rules,
   plan: Plan,

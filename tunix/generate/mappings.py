@@ -7,7 +7,7 @@ instead (`VllmSampler.update_weights`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 from flax import nnx
 
@@ -35,7 +35,7 @@ class MappingConfig:
   lora_to_hf_mappings: dict[str, tuple[str, ...]]
 
   @classmethod
-  def from_model(cls, model: Any, family: Family | None = None) -> Self:
+  def from_model(cls, model: nnx.Module, family: Family | None = None) -> Self:
     """Returns the mappings of a model.
 
     Args:

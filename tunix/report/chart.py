@@ -12,7 +12,7 @@ COLOURS = 8  # classes c0 ... c7 of the page's style
 
 
 def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
-  """Returns one chart as JSON; `page.html` draws it.
+  """Returns one chart as JSON; `report_page.html` draws it.
 
   Args:
     measure: the metric that is drawn as a line, its title and its band.

@@ -1,7 +1,8 @@
 """An HTML page that needs nothing besides its own file: no network and no library.
 
-A page is data: sections, each with a title and parts. `page.html` holds the style and
-  the script that draws them. Texts are data too, so no text of a run can become markup.
+A page is data: sections, each with a title and parts. `report_page.html` holds the
+style and the script that draws them. Texts are data too, so no text of a run can become
+markup.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def html(title: str, sections: Sequence[Part]) -> str:
     title: the title of the browser's window.
     sections: what `section` returns, in order.
   """
-  template = importlib.resources.files("tunix.report").joinpath("page.html").read_text()
+  files = importlib.resources.files("tunix.report")
+  template = (files / "report_page.html").read_text()
   data = json.dumps({"title": title, "sections": list(sections)})
   # JSON is ASCII here; without "<" no text can end the script element that holds it.
   return template.replace(_PLACE, data.replace("<", "\\u003c"))

@@ -11,7 +11,7 @@ from tunix.serve.http.errors import ApiError
 from tunix.serve.openai.context import Context
 from tunix.serve.openai.running import check_alive
 
-_PAGE = pathlib.Path(__file__).parent / "page.html"
+_PAGE = pathlib.Path(__file__).parent / "status_page.html"
 # The page has its script and style inside, and speaks with this server alone.
 _PAGE_HEADERS = {
   "Content-Security-Policy": (

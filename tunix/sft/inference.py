@@ -81,7 +81,7 @@ def apply(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _scored(
-  graph: nnx.GraphDef[Any], state: Any, rows: dict[str, jax.Array], score: Score
+  graph: nnx.GraphDef[Any], state: nnx.State, rows: dict[str, jax.Array], score: Score
 ):
   model = nnx.merge(graph, state)
   model.eval()

@@ -8,8 +8,8 @@ from tunix.models import lora
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.policy_version import (
   PolicyVersion,
+  PublishedVersions,
   UnknownWeightsError,
-  WeightSync,
   policy_stamp,
 )
 from tunix.utils import mesh as mesh_lib
@@ -41,7 +41,7 @@ def test_random_state_is_not_the_policy():
 
 
 def test_rollouts_by_unknown_weights_are_refused():
-  sync = WeightSync(history=3)
+  sync = PublishedVersions(history=3)
   assert sync.current is None
   with pytest.raises(
     UnknownWeightsError, match="no version; the known versions are none"
@@ -56,21 +56,21 @@ def test_rollouts_by_unknown_weights_are_refused():
   with pytest.raises(ValueError, match="step is 3"):
     sync.publish(Tiny(0.0), 3)
   with pytest.raises(ValueError, match="history is 0"):
-    WeightSync(history=0)
+    PublishedVersions(history=0)
 
 
 def test_a_version_is_published_once_and_survives_a_restart():
-  sync = WeightSync()
+  sync = PublishedVersions()
   first = sync.publish(Tiny(0.0), 0)
   assert sync.publish(Tiny(0.0), 0) == first and sync.known == (first,)
   second = sync.publish(Tiny(1.0), 0)  # somebody set other weights
   saved = [version.to_json() for version in sync.known]
-  again = WeightSync(known=map(PolicyVersion.from_json, saved))
+  again = PublishedVersions(known=map(PolicyVersion.from_json, saved))
   assert again.check(second) == 0 and again.check(first) == 1
 
 
 def test_weights_changed_behind_the_back_are_found():
-  sync, model = WeightSync(), Tiny(1.0)
+  sync, model = PublishedVersions(), Tiny(1.0)
   version = sync.publish(model, 0)
   assert sync.identify(model) == version == sync.identify(Tiny(1.0))
   later = sync.publish(model, 7)  # a step that changed nothing, as at learning rate 0
@@ -92,7 +92,7 @@ def test_one_round_from_training_to_rollout():
   actor, rollout = (
     reshard.reshard_model_to_mesh(lora.apply(base, config), mesh) for mesh in meshes
   )
-  sync = WeightSync()
+  sync = PublishedVersions()
   first = sync.publish(rollout, 0)
   assert first.stamp == policy_stamp(actor)
   state = jax.tree.map(lambda x: x + 0.5, nnx.state(actor, nnx.LoRAParam))

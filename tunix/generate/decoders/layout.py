@@ -78,7 +78,9 @@ def check(gather: GatherWeights) -> None:
     )
 
 
-def for_decoding(model: nnx.Module, state: Any, gather: GatherWeights) -> Layout | None:
+def for_decoding(
+  model: nnx.Module, state: nnx.State, gather: GatherWeights
+) -> Layout | None:
   """Returns the layout of a model's weights in the token loop.
 
   Args:

@@ -43,7 +43,7 @@ class PlacedEngine(Engine):
 
   def update_weights(
     self,
-    model: Any = None,
+    model: nnx.Module | None = None,
     version: int | None = None,
     mode: UpdateMode = "recompute",
   ) -> None:

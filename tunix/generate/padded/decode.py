@@ -141,12 +141,12 @@ class Opened(NamedTuple):
   """A module split for decoding: graph definition and state."""
 
   graph: HashedGraph
-  state: Any
+  state: nnx.State
 
 
 def opened(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   layout: Layout | None = None,
   *,
   tiles: bool = False,
@@ -215,7 +215,7 @@ def _laid_out(state, layout):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def start(
-  graph: nnx.GraphDef[Any], state: Any, prompts: Prompts, rules: Rules, plan: Plan
+  graph: nnx.GraphDef[Any], state: nnx.State, prompts: Prompts, rules: Rules, plan: Plan
 ) -> tuple[Generated, Any]:
   """Runs every prompt once and chooses the first token of every row.
 
@@ -247,7 +247,7 @@ def start(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def advance(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   rules: Rules,
   out: Generated,
   memory: Any,

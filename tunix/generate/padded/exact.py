@@ -101,7 +101,7 @@ def logps(
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _scored(
-  graph: nnx.GraphDef[Any], state: Any, arrays: Any, temperature: float
+  graph: nnx.GraphDef[Any], state: nnx.State, arrays: Any, temperature: float
 ) -> jax.Array:
   model = nnx.merge(graph, state)
   model.eval()

@@ -231,7 +231,7 @@ def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> L
   return Limits(cache_size=cache_size, movable=is_movable, shards=shards)
 
 
-def mesh_of(state: Any) -> Mesh | None:
+def mesh_of(state: nnx.State) -> Mesh | None:
   """Returns the mesh of the weights, or else the surrounding one."""
   mesh = mesh_lib.mesh_of(state)
   return mesh_lib.current_mesh() if mesh is None else mesh

@@ -63,7 +63,7 @@ def policy_stamp(model: nnx.Module) -> str:
   return content_stamp(nnx.state(model, nnx.Param))
 
 
-class WeightSync:
+class PublishedVersions:
   """The versions that rollouts may come from.
 
   Args:
@@ -105,7 +105,7 @@ class WeightSync:
     if self.current is not None and step < self.current.step:
       raise ValueError(
         f"step is {step}, below the published step {self.current.step}: make a new "
-        "WeightSync for a restored run"
+        "PublishedVersions for a restored run"
       )
     # `known` has a limited length. Publishing unchanged weights again must not remove
     # an older version from it.

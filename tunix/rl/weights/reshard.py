@@ -81,7 +81,7 @@ def reshard_arrays(
 
 
 def reshard_model_to_mesh(
-  model: Any, mesh: Mesh | None, replicate: bool = False
+  model: nnx.Module | None, mesh: Mesh | None, replicate: bool = False
 ) -> Any:
   """Moves the variables of a module to another mesh, in place.
 

@@ -38,7 +38,7 @@ class Draft:
   """A draft model as an argument of a program: a module, from `decode.opened`."""
 
   graph: Any = dataclasses.field(metadata={"static": True})
-  state: Any
+  state: nnx.State
 
   def module(self) -> Any:
     """Returns the module."""

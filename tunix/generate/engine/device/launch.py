@@ -45,7 +45,7 @@ Leaf = Any
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def mixed(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   carry: Round,
   rules: Rules,
   bank: Bank | None,
@@ -94,7 +94,7 @@ def mixed(
 @functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=3)
 def forward(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   slots: Slots,
   store: Any,
   rules: Rules,
@@ -153,7 +153,7 @@ def draw(
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def decode(
   graph: nnx.GraphDef[Any],
-  state: Any,
+  state: nnx.State,
   carry: Round,
   rules: Rules,
   bank: Bank | None,
@@ -241,7 +241,8 @@ def _run_drafts(
     rounds_lib.logits_of(model, hidden),
     token_sampling.repeated(rules, width),
     index.reshape(-1),
-    tops=carry.out.chosen.top_ids.shape[2],
+    None,
+    *carry.out.chosen.sizes,
   )
   by_slot = lambda x: x.reshape(batch, width, *x.shape[1:])
   chosen = jax.tree.map(by_slot, chosen._replace(routes=routes))

@@ -202,7 +202,7 @@ class LayerRoutes:
 
 
 def of_call(
-  model: Any,
+  model: nnx.Module,
   shape: tuple[int, int],
   visible: Visibility,
   replay: Int[Array, "L B T k"] | None,

@@ -78,7 +78,7 @@ def _run(
   return result
 
 
-def row_spec(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
+def row_spec(model: nnx.Module, *shape: int, last: str | None = None) -> PartitionSpec:
   """Returns the spec of an array [B, T, ...] that is split as activations are.
 
   Args:
@@ -90,12 +90,12 @@ def row_spec(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
   return mesh_lib.fit_spec((sharding.batch_axes(rules), rules.cp, last), shape, mesh)
 
 
-def hidden_spec(model: Any, tokens: jax.Array) -> PartitionSpec:
+def hidden_spec(model: nnx.Module, tokens: jax.Array) -> PartitionSpec:
   """Returns the spec of hidden states [B, T, D] for tokens [B, T]."""
   return row_spec(model, *tokens.shape[:2], model.config.embed_dim)
 
 
-def logits_spec(model: Any, hidden: jax.Array) -> PartitionSpec:
+def logits_spec(model: nnx.Module, hidden: jax.Array) -> PartitionSpec:
   """Returns the spec of logits [B, T, V], or of scores [B, T, n].
 
   The vocabulary is split like the unembedding's, over tp.
@@ -106,7 +106,7 @@ def logits_spec(model: Any, hidden: jax.Array) -> PartitionSpec:
   return row_spec(model, *hidden.shape[:2], c.vocab_size, last=c.sharding.tp)
 
 
-def call_specs(model: Any, input_tokens: Any, **arguments: Any) -> Any:
+def call_specs(model: nnx.Module, input_tokens: Any, **arguments: Any) -> Any:
   """Returns the specs of the result of a decoder's `__call__`: (output, cache)."""
   # `inspect.signature` binds the keyword arguments of `**options` under that name.
   arguments |= arguments.pop("options", {})

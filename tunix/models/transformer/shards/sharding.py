@@ -162,7 +162,7 @@ def tokens_everywhere(
   return PartitionSpec(rows, tuple(others) or None)
 
 
-def named_shardings(state: Any, mesh: Mesh) -> Any:
+def named_shardings(state: nnx.State, mesh: Mesh) -> Any:
   """Returns the NamedShardings of a state, from its variables' `out_sharding`."""
 
   def one(variable):
