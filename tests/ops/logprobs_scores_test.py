@@ -147,26 +147,6 @@ def test_rows_that_the_batch_axes_do_not_divide(inputs, mesh_fsdp8):
   check(pulled(score, cut), pulled(plain, cut))
 
 
-@pytest.mark.parametrize("layout", ["one", "chunked", "mesh"])
-def test_several_tokens_for_each_position(inputs, layout, mesh_fsdp4_tp2):
-  hidden, unembed, targets, pulls = inputs
-  layout = {
-    "one": Layout(),
-    "chunked": CHUNKED,
-    "mesh": Layout(True, mesh_fsdp4_tp2, ("fsdp",), "tp", 2.0, 1),
-  }[layout]
-  ids = jnp.stack([targets, (targets + 7) % V], axis=-1)
-  each = lambda *a: [
-    plain(*a[:2], ids[..., k], softcap=layout.softcap)[0] for k in (0, 1)
-  ]
-  want = pulled(each, inputs)
-  table = unembed.T if layout.transposed else unembed
-  ours = lambda h, u, _: jnp.moveaxis(logps_at(h, ids, u, layout), -1, 0)
-  values, (d_hidden, d_table) = pulled(ours, (hidden, table, targets, pulls))
-  d_table = d_table.T if layout.transposed else d_table
-  check((values, (d_hidden, d_table)), want)
-
-
 def sizes(jaxpr, found):
   """Elements of every array inside a jaxpr."""
   for eqn in jaxpr.eqns:
@@ -193,7 +173,7 @@ def test_no_array_of_all_logits(inputs):
   ours = largest(lambda *a: token_logps(*a, CHUNKED, entropy=True))
   assert ours == B * T * D  # the hidden states themselves
   at = lambda h, u, ids: jnp.moveaxis(
-    logps_at(h, jnp.stack([ids, ids], -1), u, CHUNKED), -1, 0
+    logps_at(h, u, jnp.stack([ids, ids], -1), CHUNKED), -1, 0
   )
   assert largest(at) == B * T * D
 

@@ -70,6 +70,9 @@ class Tokens:
     versions: int32 [n], number of the weights that drew each token.
     top_ids, top_logps: int32 and float32 [n, k], the most likely tokens at each
       position, most likely first, and their `logps`.
+    head_ids, head_probs: int32 and float32 [n, k], the most likely tokens of the
+      distribution that each token was drawn from, and their probabilities. An entry of
+      probability 0 is none.
     logits: float32 [n, V], the model's own.
     rewards: float32 [n], the reward of an action at its last token, else 0.
     routes: [T + n, M, k], the experts of the tokens of the prompt and of the others,
@@ -86,6 +89,8 @@ class Tokens:
   versions: np.ndarray | None = column(np.int32, "versions")
   top_ids: np.ndarray | None = column(np.int32)
   top_logps: np.ndarray | None = column(np.float32)
+  head_ids: np.ndarray | None = column(np.int32, "head_ids")
+  head_probs: np.ndarray | None = column(np.float32, "head_probs")
   logits: np.ndarray | None = column(np.float32)
   rewards: np.ndarray | None = column(np.float32)
   routes: np.ndarray | None = column(None, "routes", covers_prompt=True)

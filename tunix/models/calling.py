@@ -161,9 +161,13 @@ class LanguageModel(abc.ABC):
 
   @abc.abstractmethod
   def logps_at(
-    self, states: Float[Array, "*B _"], ids: Int[Array, "*B K"]
-  ) -> Float[Array, "*B K"]:
-    """Returns log-probabilities of K tokens for each position in nats."""
+    self,
+    states: Float[Array, "B T _"],
+    ids: Int[Array, "B T k"],
+    *,
+    temperature: float = 1.0,
+  ) -> Float[Array, "B T k"]:
+    """Returns log-probabilities of k tokens at every position, in nats."""
 
   @abc.abstractmethod
   def cross_entropy(
@@ -238,8 +242,9 @@ class _FromHidden(LanguageModel):
     table, layout = self.model.unembedding()
     return logprobs.token_logps(states, table, targets, layout, **options)
 
-  def logps_at(self, states, ids):
-    return logprobs.logps_at(states, ids, *self.model.unembedding())
+  def logps_at(self, states, ids, **options):
+    table, layout = self.model.unembedding()
+    return logprobs.logps_at(states, table, ids, layout, **options)
 
   def cross_entropy(self, states, targets, weights):
     # Unlike that of `token_logps`, its backward pass stores no log-probabilities.
@@ -272,8 +277,8 @@ class _FromLogits(LanguageModel):
       return out
     return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
 
-  def logps_at(self, states, ids):
-    every = jax.nn.log_softmax(states.astype(jnp.float32), axis=-1)
+  def logps_at(self, states, ids, *, temperature=1.0):
+    every = jax.nn.log_softmax(states.astype(jnp.float32) / temperature)
     return jnp.take_along_axis(every, ids, axis=-1)
 
   def cross_entropy(self, states, targets, weights):
