@@ -362,7 +362,8 @@ def epochs(config: RunSettings) -> int | None:
 def count_steps(config: RunSettings, report: Report) -> int | None:
   """Returns the number of optimizer steps of a run; None if not known in advance.
 
-  Packing, an incomplete scan with dropped records, and dynamic sampling hide it.
+  Packing, an incomplete scan with dropped records, a curriculum and dynamic sampling
+  hide it.
 
   Args:
     config: settings of the run.
@@ -395,7 +396,7 @@ def _count_updates(config: Any, report: Report, passes: int) -> int | None:
 
   The learner skips mini-batches whose weights are all 0, so that there may be fewer.
   """
-  if getattr(config.algorithm, "dynamic_sampling", False):
+  if config.algorithm.collects_batches or config.algorithm.curriculum is not None:
     return None
   size = config.training.global_batch_size
   whole, rest = divmod(report.kept, size)
