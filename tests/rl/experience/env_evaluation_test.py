@@ -39,6 +39,7 @@ def test_the_metrics_are_those_of_an_evaluation_with_environments(model):
   assert failed["rewards/failed"] == 1.0 and "pass@1" not in failed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "changes",
   [

@@ -122,9 +122,16 @@ def open_records(config: RunSettings) -> dict[str, Records]:
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
+  size = config.training.global_batch_size
   return {
     name: data_sources.open_records(
-      names, config.kind(training=name == "train"), weights, config.data.columns
+      names,
+      config.kind(training=name == "train"),
+      weights,
+      config.data.columns,
+      {step * size: later for step, later in config.data.weights_at.items()}
+      if name == "train"
+      else None,
     )
     for name, names, weights in config.data.sources(environments.tasks(_env(config)))
   }
@@ -270,7 +277,7 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
-    limits = (*limits, part.weights)
+    limits = (*limits, part.weights, *part.later)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
@@ -346,6 +353,7 @@ def _prompt_batches(
   if isinstance(records, Mixture) and records.weights is not None:
     # Shares count the prompts that are left, since dropped ones are never drawn.
     options = {"sizes": records.count_by_part(prompts), "weights": records.weights}
+    options["later"] = records.later
   seed = config.seed if config.data.shuffle else None
   return PromptBatches(
     rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
