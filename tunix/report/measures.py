@@ -53,6 +53,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"log_probs/.*",
   ),
   "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
+  "Curriculum": (r"curriculum/.*",),
   "Episodes": (r"episodes/.*", r"env/.*"),
   "Optimization": (r"learning_rate", r"grad_norm", r"trained_tokens"),
   "Speed and memory": (
