@@ -46,8 +46,13 @@ from tunix.utils.metric import Metric
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Metrics that no job of this test writes. A CPU does not report the first two. The
-# others are in rl/replay_routes_test.py and rl/processes_test.py.
-ELSEWHERE = {"mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"}
+# others are in rl/replay_routes_test.py, rl/processes_test.py and
+# cli/train_judge_test.py.
+ELSEWHERE = {
+  *("mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"),
+  *("perf/judge_prompt_tokens", "perf/judge_answer_tokens"),
+}
+ELSEWHERE |= {"score_centering/head"}
 
 
 def logging(folder: pathlib.Path) -> dict[str, Any]:

@@ -94,6 +94,12 @@ from tunix.rl.grpo.grpo_learner import (
   GRPOConfig as GRPOConfig,
   GRPOLearner as GRPOLearner,
   GSPOConfig as GSPOConfig,
+  MaxRLConfig as MaxRLConfig,
+  SAPOConfig as SAPOConfig,
+)
+from tunix.rl.grpo.reinforce_pp_learner import (
+  ReinforcePlusPlusConfig as ReinforcePlusPlusConfig,
+  ReinforcePlusPlusLearner as ReinforcePlusPlusLearner,
 )
 from tunix.rl.grpo.rloo_learner import (
   RLOOConfig as RLOOConfig,
@@ -106,6 +112,11 @@ from tunix.rl.grpo.sdpo_learner import (
 from tunix.rl.ppo.ppo_learner import (
   PPOConfig as PPOConfig,
   PPOLearner as PPOLearner,
+)
+from tunix.rl.reward.judge import (
+  Judge as Judge,
+  PairJudge as PairJudge,
+  Rubric as Rubric,
 )
 from tunix.rl.reward.rewards import RewardManager as RewardManager
 from tunix.rl.rl_cluster import (

@@ -12,6 +12,7 @@ from tunix.cli import config as config_lib
 from tunix.cli.make import data as build_data, loading
 from tunix.cli.run import settle
 from tunix.models.automodel import AutoModel
+from tunix.rl import algorithms
 
 REWARD = """
 def short(prompts, completions, **columns):
@@ -335,14 +336,12 @@ def test_prompts_of_several_files_are_mixed(keys, tmp_path):
   assert (who.count("a"), who.count("b")) == (8, 24)
 
 
-@pytest.mark.parametrize(
-  "name", ["grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo", "sdpo"]
-)
+@pytest.mark.parametrize("name", list(algorithms.configs(uses_critic=False)))
 def test_every_variant_has_its_learner(keys, name):
   config = loaded(keys, algorithm__name=name)
   made = config.algorithm
   assert made.beta == 0.1
-  expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "rloo"}
+  expected = {loss: loss for loss in ("gspo", "cispo", "sapo", "rloo")}
   assert made.loss_algo == expected.get(name, "grpo")
 
 

@@ -2,7 +2,7 @@
 
 `python -m tests.rl.learning grpo --lags 0 1 4 --seeds 0 1 2 --rate 1e-4 --iterations 1
 --stop 60` compares schedules: with lag 4 batches are sampled four steps ahead of their
-update.
+update. `--center 8` adds score centering, and `--kind off` leaves the correction out.
 
     37+48=     85
 
@@ -31,6 +31,7 @@ from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
+from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import ClusterConfig, RLTrainingConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
@@ -128,12 +129,17 @@ def rewards(
   rate: float | None = None,
   iterations: int | None = None,
   stop: int = STEPS,
+  center: int = 0,
+  kind: str | None = None,
 ) -> list[float]:
   """Mean reward of the rollouts of every step, of which `stop` are made."""
   learner, config, usual = ALGORITHMS[name]
   rate = usual if rate is None else rate
   if iterations is not None:
     config = dataclasses.replace(config, num_iterations=iterations)
+  if kind is not None:
+    rule = RolloutCorrection(kind=kind)
+    config = dataclasses.replace(config, rollout_correction=rule)
   updates = STEPS * UPDATES * config.num_iterations
   schedule = optax.warmup_cosine_decay_schedule(0.0, rate, WARMUP, updates)
   actor = AutoModel.from_pretrained(model)
@@ -153,7 +159,10 @@ def rewards(
         **({"schedule": "lagged", "lag": lag} if lag else {}),
       ),
       rollout_config=RolloutConfig(
-        max_prompt_length=PROMPT_LENGTH, max_tokens_to_generate=ANSWER_LENGTH, seed=seed
+        max_prompt_length=PROMPT_LENGTH,
+        max_tokens_to_generate=ANSWER_LENGTH,
+        seed=seed,
+        center_scores=center,
       ),
     ),
   )
@@ -226,6 +235,8 @@ def main() -> None:
   options.add_argument("--rate", type=float, help="of learning; else the algorithm's")
   options.add_argument("--iterations", type=int, help="updates on the same rollouts")
   options.add_argument("--stop", type=int, default=STEPS, help="steps to make")
+  options.add_argument("--center", type=int, default=0, help="center_scores")
+  options.add_argument("--kind", help="of the correction")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
@@ -241,6 +252,8 @@ def main() -> None:
         rate=given.rate,
         iterations=given.iterations,
         stop=given.stop,
+        center=given.center,
+        kind=given.kind,
       )
       label = f"{name}, lag {lag}" if lag else name
       curves.setdefault(label, []).append(curve)
