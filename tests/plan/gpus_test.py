@@ -29,7 +29,17 @@ def test_slices_hosts_and_gpus(name, sizes):
 
 
 @pytest.mark.parametrize(
-  "name", ["h100", "h100:", "h100:0", "h100:9", "h100:2x8", "h100:1x0x8", "h100:1x1x16"]
+  "name",
+  [
+    "h100",
+    "h100:",
+    "h100:0",
+    "h100:9",
+    "h100:2x8",
+    "h100:1x0x8",
+    "h100:1x1x16",
+    "h100:1x2x8xq",
+  ],
 )
 def test_wrong_numbers_are_refused_before_a_process_starts(name, monkeypatch):
   monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail())

@@ -12,7 +12,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ FLAGS = (
 )
 
 _MOST = 8  # GPUs of a host
-_FORM = re.compile(r"(\d+)|(\d+)x(\d+)x(\d+)")
 # Share of a GPU's memory that JAX takes, unless the variable says another one.
 _SHARE, _SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PLUGINS = ("jax-cuda13", "jax-cuda12")
@@ -141,9 +139,10 @@ def shape(topology: str) -> tuple[int, int, int]:
   Raises:
     ValueError: the numbers have another form, or no host has so many GPUs.
   """
-  form = _FORM.fullmatch(topology.partition(":")[2])
-  sizes = (1, 1, int(form[1])) if form and form[1] else ()
-  sizes = sizes or tuple(map(int, form.groups()[1:])) if form else ()
+  numbers = topology.partition(":")[2].split("x")
+  sizes = tuple(int(x) for x in numbers) if all(map(str.isdecimal, numbers)) else ()
+  if len(sizes) == 1:
+    sizes = (1, 1, *sizes)
   if len(sizes) != 3 or min(sizes) < 1 or sizes[2] > _MOST:
     raise ValueError(
       f"topology is {topology!r}; expected 1 to {_MOST} GPUs, as in h100:8, or the "
