@@ -46,18 +46,17 @@ def main():
   for kind, rates in RATES.items():
     for rate in rates:
       result = tunix.sft(
-        model=args.model,
+        model={"path": args.model, "dtype": "float32"},
         data={"train": train, "eval": held_out, "chat": False, "max_length": 96},
         lora={"rank": 16, "alpha": 32} if kind == "lora" else None,
-        dtype="float32",
         learning_rate=rate,
         global_batch_size=args.rows,
         max_steps=args.steps,
         compilation_cache=args.programs,
       )
       losses = result.history["train/loss"][1]
-      line = {"kind": kind, "rate": rate, "last five": sum(losses[-5:]) / 5}
-      line["held out"] = result.history["eval/loss"][1]
+      line = {"kind": kind, "rate": rate, "last five": float(losses[-5:].mean())}
+      line["held out"] = result.history["eval/loss"][1].tolist()
       print(json.dumps(line), flush=True)
 
 

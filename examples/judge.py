@@ -2,17 +2,17 @@
 
     python examples/judge.py --output out
 
-The judge is a generative reward model: it reads a question about a prompt and an
-answer, and writes "Verdict: 7". It is trained here, by `tunix.sft` on such questions,
+The judge is a generative reward model: it reads a question about an answer, and writes
+"Verdict: yes" or "Verdict: no". It is trained here, by `tunix.sft` on such questions,
 and served by `tunix serve`. The policy of examples/grpo.py then learns to please it.
-The judge prefers answers that begin with a high digit, so the policy learns to begin
-with 9.
+The rubric in judge.json has one criterion: the answer has a nine.
 
 With --url and --model another server is asked, such as that of a large model.
 """
 
 import argparse
 import contextlib
+import json
 import pathlib
 import random
 import subprocess
@@ -22,33 +22,29 @@ import tokenizers
 from grpo import cluster, run
 
 import tunix
-from tunix import GRPOConfig, GRPOLearner, Judge
+from tunix import GRPOConfig, GRPOLearner, Rubric
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.models.llama3.model import ModelConfig
 from tunix.rl.reward import verdicts
 
-PROMPT = pathlib.Path(__file__).with_suffix(".txt")
-SCALE = (0, 9)
+CRITERIA = pathlib.Path(__file__).with_suffix(".json")
+INSTRUCTIONS = "{completion}\n{criterion}\n"
 TEMPLATE = (
   "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}"
   "{% if add_generation_prompt %}<|turn|>{% endif %}"
 )
 
 
-def first_digit(answer):
-  """Returns what the judge is taught: the first character, if it is a digit."""
-  return int(answer[0]) if answer[:1].isdigit() else 0
-
-
 def conversations(count, seed):
   """Returns questions with the verdicts that the judge learns."""
   dice, rows = random.Random(seed), []
+  criterion = json.loads(CRITERIA.read_text())[0]["criterion"]
   for _ in range(count):
-    answer = "".join(dice.choices("0123456789=", k=dice.randrange(4)))
-    material = {"prompt": f"{dice.randrange(100):02}=", "completion": answer}
-    question = verdicts.question(PROMPT.read_text(), material, verdicts.scale(*SCALE))
-    verdict = f"Verdict: {first_digit(answer)}"
+    answer = "".join(dice.choices("0123456789999=", k=dice.randrange(4)))
+    material = {"completion": answer, "criterion": criterion}
+    question = verdicts.question(INSTRUCTIONS, material, verdicts.YES_NO)
+    verdict = "Verdict: yes" if "9" in answer else "Verdict: no"
     turns = (("user", question), ("assistant", verdict))
     rows.append({"messages": [{"role": r, "content": text} for r, text in turns]})
   return rows
@@ -94,7 +90,7 @@ def train_judge(folder, steps):
     output_dir=folder,
     max_steps=steps,
     global_batch_size=16,
-    learning_rate=3e-3,
+    learning_rate=2e-3,
   )
   return folder / "export"
 
@@ -117,7 +113,7 @@ def main():
   parser = argparse.ArgumentParser(description="see the top of the file")
   parser.add_argument("--output", type=pathlib.Path, required=True)
   parser.add_argument("--steps", type=int, default=40)
-  parser.add_argument("--judge_steps", type=int, default=300)
+  parser.add_argument("--judge_steps", type=int, default=150)
   parser.add_argument(
     "--url", help="address of an API; none: trains and serves a judge"
   )
@@ -130,11 +126,14 @@ def main():
     if url is None:
       folder = train_judge(args.output / "judge", args.judge_steps)
       url = stack.enter_context(serving(folder))
-    judge = Judge(
-      str(PROMPT),
+    instructions = args.output / "instructions.txt"
+    args.output.mkdir(parents=True, exist_ok=True)
+    instructions.write_text(INSTRUCTIONS)
+    judge = Rubric(
+      str(CRITERIA),
+      prompt=str(instructions),
       model=args.model,
       url=url,
-      scale=SCALE,
       max_tokens=16,
       cache=str(args.output / "answers"),
     )

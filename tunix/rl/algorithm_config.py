@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
+from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.utils import checks
 from tunix.utils.setting import setting
 
@@ -173,6 +174,8 @@ class AlgorithmConfig:
       exactly 1. None scores whole batches. Excludes shared prompts.
     eval_num_generations: completions of each prompt in evaluations.
     pass_threshold: reward from which a completion passes; None reports no pass@k.
+    curriculum: chances of prompts by how often the policy solved them before; it needs
+      `pass_threshold`. None: all prompts of the data are sampled.
   """
 
   # True: the KL divergence is a part of the loss. False: it is subtracted from rewards.
@@ -197,6 +200,7 @@ class AlgorithmConfig:
   exact_tile_rows: int | None = None
   eval_num_generations: int = 1
   pass_threshold: float | None = None
+  curriculum: CurriculumConfig | None = None
 
   def __post_init__(self):
     counts = "num_generations num_iterations eval_num_generations exact_tile_rows"
@@ -236,6 +240,11 @@ class AlgorithmConfig:
       raise ValueError(
         f"epsilon_c is {self.epsilon_c} and loss_algo {self.loss_algo!r} has no dual "
         "clip: leave epsilon_c out"
+      )
+    if self.curriculum is not None and self.pass_threshold is None:
+      raise ValueError(
+        "curriculum is set and pass_threshold is None, so no prompt counts as solved: "
+        "set pass_threshold to the reward of a right answer"
       )
     self._check_correction()
     if self.exact_tile_rows is not None and self.shared_prompt:

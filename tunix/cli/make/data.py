@@ -123,9 +123,16 @@ def open_records(config: RunSettings) -> dict[str, Records]:
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
+  size = config.training.global_batch_size
   return {
     name: data_sources.open_records(
-      names, config.kind(training=name == "train"), weights, config.data.columns
+      names,
+      config.kind(training=name == "train"),
+      weights,
+      config.data.columns,
+      {step * size: later for step, later in config.data.weights_at.items()}
+      if name == "train"
+      else None,
     )
     for name, names, weights in config.data.sources(environments.tasks(_env(config)))
   }
@@ -295,7 +302,7 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
-    limits = (*limits, part.weights)
+    limits = (*limits, part.weights, *part.later)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
@@ -373,6 +380,7 @@ def _prompt_batches(
   if isinstance(records, Mixture) and records.weights is not None:
     # Shares count the prompts that are left, since dropped ones are never drawn.
     options = {"sizes": records.count_by_part(prompts), "weights": records.weights}
+    options["later"] = records.later
   seed = config.seed if config.data.shuffle else None
   return PromptBatches(
     rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
@@ -389,7 +397,8 @@ def epochs(config: RunSettings) -> int | None:
 def count_steps(config: RunSettings, report: Report) -> int | None:
   """Returns the number of optimizer steps of a run; None if not known in advance.
 
-  Packing, an incomplete scan with dropped records, and dynamic sampling hide it.
+  Packing, an incomplete scan with dropped records, a curriculum and dynamic sampling
+  hide it.
 
   Args:
     config: settings of the run.
@@ -422,7 +431,7 @@ def _count_updates(config: Any, report: Report, passes: int) -> int | None:
 
   The learner skips mini-batches whose weights are all 0, so that there may be fewer.
   """
-  if getattr(config.algorithm, "dynamic_sampling", False):
+  if config.algorithm.collects_batches or config.algorithm.curriculum is not None:
     return None
   size = config.training.global_batch_size
   whole, rest = divmod(report.kept, size)

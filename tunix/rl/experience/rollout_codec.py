@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate.tokens import Tokens
+from tunix.generate.tokens import Tokens, without_unknown
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
@@ -35,6 +35,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
   out = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(rollouts)}
+  out = without_unknown(out)
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),
@@ -102,7 +103,7 @@ def _turn(turn: Turn, keeps_arrays: bool) -> dict[str, Any]:
   del saved["ids"]  # those of the action
   if not keeps_arrays:  # the padded arrays of the rollouts have them
     for name in ("routes", "head_ids", "head_probs"):
-      del saved[name]
+      saved.pop(name, None)
   action = [list(turn.action), dict(vars(turn.action))]
   out = {"prompt": turn.prompt, "action": action, **saved}
   out |= {name: getattr(turn, name) for name in _OF_TURN}

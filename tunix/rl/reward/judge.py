@@ -24,7 +24,6 @@ Row = Mapping[str, Any]
 
 _FIRST = verdicts.choice({"A": 1.0, "B": 0.0, "tie": 0.5})
 _SECOND = verdicts.choice({"A": 0.0, "B": 1.0, "tie": 0.5})
-_YES_NO = verdicts.choice({"yes": 1.0, "no": 0.0})
 _RUBRIC = """\
 A prompt:
 {prompt}
@@ -220,7 +219,7 @@ class Rubric(Asking):
     except ValueError as error:
       return Failed(str(error))
     return [
-      self._question({**row, "criterion": text}, _YES_NO, weight)
+      self._question({**row, "criterion": text}, verdicts.YES_NO, weight)
       for text, weight in points
     ]
 

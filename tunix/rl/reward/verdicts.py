@@ -63,6 +63,9 @@ def choice(values: Mapping[str, float]) -> Form:
   return Form(f"{', '.join(names)} or {last}", values.get)
 
 
+YES_NO = choice({"yes": 1.0, "no": 0.0})
+
+
 def read_template(path: str, needed: Collection[str]) -> str:
   """Reads the file of a judge's instructions, in which {name} stands for material.
 
