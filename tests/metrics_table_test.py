@@ -33,6 +33,7 @@ from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.report import measures
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
+from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.utils import create_critic_model
@@ -45,8 +46,13 @@ from tunix.utils.metric import Metric
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Metrics that no job of this test writes. A CPU does not report the first two. The
-# others are in rl/replay_routes_test.py and rl/processes_test.py.
-ELSEWHERE = {"mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"}
+# others are in rl/replay_routes_test.py, rl/processes_test.py and
+# cli/train_judge_test.py.
+ELSEWHERE = {
+  *("mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"),
+  *("perf/judge_prompt_tokens", "perf/judge_answer_tokens"),
+}
+ELSEWHERE |= {"score_centering/head"}
 
 
 def logging(folder: pathlib.Path) -> dict[str, Any]:
@@ -125,6 +131,14 @@ def dapo(**options: Any) -> None:
     **options,
   )
   learner = DAPOLearner(cluster, algorithm, clusters.even)
+  learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
+  learner.close()
+
+
+def sdpo(**options: Any) -> None:
+  settings = {"num_generations": 4, "eval_num_generations": 2, **clusters.HINTS}
+  algorithm = SDPOConfig(success_threshold=0.5, **settings)
+  learner = SDPOLearner(clusters.cluster(**options), algorithm, clusters.even)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
 
@@ -246,6 +260,13 @@ JOBS = {
     | {
       metric.name for metric in metrics_table.declared("tunix.rl.experience.episodes")
     },
+  ),
+  "sdpo": job(
+    sdpo,
+    *(*RL, "tunix.rl.grpo.sdpo_learner.METRICS"),
+    conditional=PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
+    | {"groups/all_equal", "sdpo/hinted", "sdpo/reverse_kl"},
   ),
   "greedy": job(
     greedy,

@@ -27,6 +27,7 @@ from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.prompts.curriculum import CurriculumConfig
+from tunix.rl.reward.judge import Judge
 from tunix.rl.rl_learner import RLLearner
 from tunix.sft import launch
 from tunix.sft.metrics_logger import MetricsLoggerOptions
@@ -120,11 +121,17 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     )
   if job == "lagged":
     options |= {"schedule": "lagged", "lag": 2}
+  reward: Any = clusters.even
+  if job == "judged":  # by the server of TUNIX_JUDGE_URL
+    prompt = folder / "judge.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    prompt.write_text("{prompt}\n{completion}")
+    reward = Judge(str(prompt), model="m", cache=str(folder / "judges"))
   # A LoRA's reference is its base.
   models = {} if job == "grpo-lora" else {"reference": actor(job)}
   cluster = clusters.cluster(actor(job), **models, **options)
   config = GRPOConfig(num_generations=4, **shared)
-  return GRPOLearner(cluster, config, clusters.even, data_shuffle_seed=1)
+  return GRPOLearner(cluster, config, reward, data_shuffle_seed=1)
 
 
 def main() -> None:

@@ -46,6 +46,8 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"[^/]*clipfrac",
     r"parity/.*",
     r"rollout_correction/.*",
+    r"score_centering/.*",
+    r"sdpo/.*",
     r"staleness/.*",
     r"vpred_mean",
     r"log_probs/.*",

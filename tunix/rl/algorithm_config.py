@@ -15,7 +15,7 @@ from tunix.utils import checks
 from tunix.utils.setting import setting
 
 # The ways that the ratio to the policy before the update enters the loss.
-LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
+LOSS_ALGOS = ("grpo", "gspo", "cispo", "sapo", "rloo", "reinforce")
 
 
 class _Kind(NamedTuple):
@@ -155,8 +155,8 @@ class AlgorithmConfig:
       its size. It must be above 1 + epsilon_high; None is no dual clip.
     loss_algo: "grpo" (ratio of each token), "gspo" (ratio of the sequence, normalized
       by its length), "rloo" (ratio of the whole sequence), "cispo" (clipped weight on
-      the log-probability) or "reinforce" (no ratio; one update on each batch of
-      rollouts).
+      the log-probability), "sapo" (smooth gate on the ratio of each token in place of
+      the clip) or "reinforce" (no ratio; one update on each batch of rollouts).
     loss_agg_mode: reduction of the token losses, a name in
       `ops.reductions.AGGREGATIONS`.
     advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
@@ -236,7 +236,7 @@ class AlgorithmConfig:
         "has no ratio to correct later updates. Set num_iterations to 1, or choose "
         "another loss_algo"
       )
-    if self.loss_algo in ("cispo", "reinforce") and self.epsilon_c is not None:
+    if self.loss_algo in ("cispo", "sapo", "reinforce") and self.epsilon_c is not None:
       raise ValueError(
         f"epsilon_c is {self.epsilon_c} and loss_algo {self.loss_algo!r} has no dual "
         "clip: leave epsilon_c out"
@@ -305,6 +305,11 @@ class AlgorithmConfig:
   def _check_advantages(self) -> None:
     """Checks the estimator; algorithms without group advantages override it."""
     resolve("advantage_estimator", self.advantage_estimator, advantages.ADVANTAGES)
+
+  @property
+  def gate_temperatures(self) -> dict[str, float]:
+    """The temperatures of `ops.policy_gradient.sapo_loss` that are not its defaults."""
+    return {}
 
   @property
   def clip_low(self) -> float:

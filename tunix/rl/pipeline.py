@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.records import PROMPT_IDS_COLUMN
+from tunix.data.records import PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN
 from tunix.rl.prompts.curriculum import Curriculum
 from tunix.sft.steps.batch_source import BatchSource
 
@@ -42,7 +42,8 @@ class PromptBatch:
   @property
   def extra(self) -> dict[str, list[Any]]:
     """The columns that reward functions receive."""
-    return {n: x for n, x in self.columns.items() if n != PROMPT_IDS_COLUMN}
+    ours = (PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN)
+    return {n: x for n, x in self.columns.items() if n not in ours}
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns one dict for each prompt."""

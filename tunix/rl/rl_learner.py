@@ -350,7 +350,8 @@ class RLLearner(BaseTrainer):
     # The updates are complete, so this call waits only for the tracer's thread, not for
     # a device.
     perf.synchronize()
-    self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
+    times = self._phases.take() | self._experience.costs()
+    self._log({**means, **times, **perf.export()}, Mode.TRAIN)
     self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
@@ -380,7 +381,8 @@ class RLLearner(BaseTrainer):
       return None
     with self.rl_cluster.perf.span_group("evaluation"):
       values = self.evaluate(self.rl_cluster.actor_trainer.counted(eval_ds))
-    self._log({**values, **self._phases.take()}, Mode.EVAL)
+    times = self._phases.take() | self._experience.costs()
+    self._log({**values, **times}, Mode.EVAL)
     return values
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:

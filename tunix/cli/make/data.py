@@ -28,6 +28,7 @@ from tunix.data.records import (
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
   PROMPT_ROWS,
+  RAW_PROMPT_COLUMN,
   SFT,
   Kind,
 )
@@ -249,6 +250,23 @@ def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[st
   return rest | {PROMPT_COLUMN: prompt}
 
 
+def _with_raw_prompts(
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: Records,
+  prompts: Mapping[int, Any],
+) -> dict[int, Any]:
+  """Returns the rows with their prompts before the chat template, too."""
+  chat = tokenizer.has_chat_template() if config.data.chat is None else config.data.chat
+  raw = {i: _unrendered(records, i, row)[PROMPT_COLUMN] for i, row in prompts.items()}
+  if chat:
+    raw = {
+      i: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+      for i, prompt in raw.items()
+    }
+  return {i: {**row, RAW_PROMPT_COLUMN: raw[i]} for i, row in prompts.items()}
+
+
 def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
 
@@ -261,6 +279,12 @@ def _check_rewards(config: RunSettings, columns: list[str]) -> None:
   """Refuses reward functions and environments that do not fit the data."""
   env = _env(config)
   rewards.check(_reward(config), columns, has_others=env is not None)
+  feedback = getattr(getattr(config, "algorithm", None), "feedback", None)
+  if feedback is not None and env is None and feedback not in columns:
+    raise ValueError(
+      f"algorithm.feedback is {feedback!r}, which is no column of the data. It has "
+      f"{', '.join(columns) or 'none'}. Correct the name, or leave it out"
+    )
   if env is not None:
     environments.check(env, columns)
 
@@ -269,7 +293,8 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
-  form = (tunix.__version__, part.kind.name, part.kind.expected, fields, STEP)
+  kind = part.kind
+  form = (tunix.__version__, kind.name, kind.expected, kind.settings, fields, STEP)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
@@ -316,6 +341,8 @@ def batches(
   if records.kind is PROMPT_ROWS:
     if kept is None:
       scan(_source(config, tokenizer, records), kept=(kept := {}))
+    if getattr(config, "extends_prompts", False):
+      kept = _with_raw_prompts(config, tokenizer, records, kept)
     return _prompt_batches(config, records, kept, training=training)
   assert isinstance(config, StreamRun)
   data = config.data

@@ -74,7 +74,11 @@ class Prepared:
     if not widths or JOBS[self.config.job].rollout(self.config) is None:
       return self.config
     longest = max(each.layout.max_prompt_length for each in widths)
-    return keys.with_value(self.config, "rollout.max_prompt_length", longest)
+    config = keys.with_value(self.config, "rollout.max_prompt_length", longest)
+    own = [each.layout.max_teacher_prompt_length for each in widths]
+    if None in own:
+      return config
+    return keys.with_value(config, "distill.max_teacher_prompt_length", max(own))
 
 
 def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
