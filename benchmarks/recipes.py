@@ -78,13 +78,8 @@ _GPU_HEAD = """\
 Some recipes on one H100 and on eight of one host (`tunix plan RECIPE --topology h100:8
 --mesh fsdp=8`), with their own batches. JAX takes three quarters of the 79.11 GiB of a
 GPU. No GPU took part: see what such a plan
-<<<<<<< HEAD
-[can tell](guides/planning.md#plans-for-gpus). The table comes from
-`python benchmarks/recipes.py --gpus`.
-=======
 [can tell](guides/planning.md#plans-for-gpus). `python benchmarks/recipes.py --gpus`
 made the table.
->>>>>>> s/gpuplan
 
 """
 
