@@ -13,6 +13,7 @@ import tunix
 from tunix.cli.make import (
   choose_widths,
   data_sources,
+  data_streams,
   environments,
   fingerprints,
   rewards,
@@ -24,6 +25,7 @@ from tunix.data import pipeline
 from tunix.data.batching.prompts import PromptBatches
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import Records
+from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
@@ -43,7 +45,7 @@ def _row_settings(config: RunSettings, kind: Kind) -> dict[str, Any]:
 
 
 def _source(
-  config: RunSettings, tokenizer: TokenizerAdapter, records: Records
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Records | Streamed
 ) -> Source:
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
@@ -114,26 +116,32 @@ class RunData:
   widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
 
 
-def open_records(config: RunSettings) -> dict[str, Records]:
+def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
   """Opens the sources of `data.train` and `data.eval` without checking the records.
+
+  With `data.stream`, "train" is a stream.
 
   Raises:
     ValueError: data.train is not set.
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
-  return {
-    name: data_sources.open_records(
-      names, config.kind(training=name == "train"), weights, config.data.columns
-    )
-    for name, names, weights in config.data.sources(environments.tasks(_env(config)))
-  }
+  data, opened = config.data, {}
+  for name, names, weights in data.sources(environments.tasks(_env(config))):
+    kind = config.kind(training=name == "train")
+    if name == "train" and isinstance(data, StreamSettings) and data.stream:
+      opened[name] = data_streams.open_stream(
+        names, kind, data.columns, data.shuffle_buffer
+      )
+    else:
+      opened[name] = data_sources.open_records(names, kind, weights, data.columns)
+  return opened
 
 
 def scan_records(
   config: RunSettings,
   tokenizer: TokenizerAdapter,
-  records: dict[str, Records],
+  records: dict[str, Records | Streamed],
   kept: dict[str, dict[int, Any]] | None = None,
 ) -> dict[str, Any]:
   """Checks the fields of every record, then renders and tokenizes the records.
@@ -156,6 +164,7 @@ def scan_records(
   for part in records.values():
     part.validate()
     if part.kind is PROMPT_ROWS:
+      assert isinstance(part, Records)
       first = part.kind.read(part[0], part.where(0))
       _check_rewards(config, list(first.extra))
   reports = {}
@@ -258,7 +267,9 @@ def _check_rewards(config: RunSettings, columns: list[str]) -> None:
     environments.check(env, columns)
 
 
-def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:
+def _scan_key(
+  config: StreamRun, part: Records | Streamed, prints: Mapping[str, str]
+) -> str:
   """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
@@ -271,6 +282,8 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights)
+  if isinstance(part, Streamed):
+    limits = (*limits, "stream", part.columns)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
@@ -287,7 +300,7 @@ def _known_reports(
 def batches(
   config: RunSettings,
   tokenizer: TokenizerAdapter,
-  records: Records,
+  records: Records | Streamed,
   *,
   training: bool,
   whole: bool = False,
@@ -307,6 +320,7 @@ def batches(
     chosen: widths of the rows; None chooses them here, which scans the records.
   """
   if records.kind is PROMPT_ROWS:
+    assert isinstance(records, Records)
     if kept is None:
       scan(_source(config, tokenizer, records), kept=(kept := {}))
     return _prompt_batches(config, records, kept, training=training)
@@ -378,7 +392,9 @@ def count_steps(config: RunSettings, report: Report) -> int | None:
 
 def _count_steps(config: Any, report: Report, passes: int) -> int | None:
   """Returns the steps of a run on given completions."""
-  all_scanned = report.scanned == report.records
+  if report.records is None:
+    return None
+  all_scanned = report.is_whole
   countable = all_scanned or not config.drops
   if config.data.weights and report.kept < report.records:
     countable = False  # dropped records are drawn as well, an unknown number of times
