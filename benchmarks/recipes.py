@@ -1,10 +1,11 @@
 """Plans the recipes of examples/recipes, and writes docs/recipes.md.
 
-    python benchmarks/recipes.py [NAME ...]
+    python benchmarks/recipes.py [--gpus] [NAME ...]
 
 plans the named recipes, or all of them, with the command in their first lines. A plan
-takes one or two minutes and needs the package libtpu, but no TPU. docs/recipes.json
-keeps the figures with their date and versions.
+takes one or two minutes and needs the package libtpu, but no TPU. With --gpus it plans
+`ON_GPUS`, or those that are named, for H100s; this needs tunix[plan-gpu], but no GPU.
+docs/recipes.json keeps the figures with their date and versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ RECIPES = ROOT / "examples" / "recipes"
 FIGURES = ROOT / "docs" / "recipes.json"
 PAGE = ROOT / "docs" / "recipes.md"
 _COMMAND = re.compile(r"#   tunix plan (\S+) --topology (\S+)\n")
-_VERSIONS = ("jax", "libtpu")
+_VERSIONS = ("jax", "libtpu", "jax-cuda13-plugin")
+ON_GPUS = (
+  "gemma3_1b_ppo",
+  "gemma3_4b_dpo",
+  "granite4_micro_sft_full",
+  "llama3p1_8b_sft_lora",
+  "llama3p2_1b_distill",
+  "qwen2p5_0p5b_grpo",
+  "qwen3_4b_reward_lora",
+  "smollm3_3b_dpo_lora",
+)
+GPUS = ("h100:1", "h100:8")
 _GIB = 2.0**30
 
 _HEAD = """\
@@ -60,22 +72,42 @@ _TABLE = """\
 """
 
 
-def main(names: list[str]) -> None:
+_GPU_HEAD = """\
+## On NVIDIA GPUs
+
+Some recipes on one H100 and on eight of one host (`tunix plan RECIPE --topology h100:8
+--mesh fsdp=8`), with their own batches. JAX takes three quarters of the 79.11 GiB of a
+GPU. No GPU took part: see what such a plan
+[can tell](guides/planning.md#plans-for-gpus). `python benchmarks/recipes.py --gpus`
+made the table.
+
+"""
+
+
+def main(words: list[str]) -> None:
   """Plans recipes, stores the figures, and writes the page."""
   figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
   files = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
-  for name in names or files:
-    figures[name] = plan(files[name])
-    print(f"{name}: {figures[name]}", flush=True)
-    kept = {key: figures[key] for key in files if key in figures}
-    FIGURES.write_text(json.dumps(kept, indent=2) + "\n")
+  names = [word for word in words if word != "--gpus"]
+  on_gpus = len(names) < len(words)
+  for name in names or (ON_GPUS if on_gpus else files):
+    kept = figures.setdefault(name, {})
+    for where in GPUS if on_gpus else (topology(files[name]),):
+      made = plan(files[name], where, ["--mesh=fsdp=-1"] if on_gpus else [])
+      if on_gpus:
+        kept.setdefault("gpus", {})[where] = made
+      else:
+        kept |= made
+      print(f"{name} on {where}: {made}", flush=True)
+      ordered = {key: figures[key] for key in files if key in figures}
+      FIGURES.write_text(json.dumps(ordered, indent=2) + "\n")
   PAGE.write_text(page(files, figures))
 
 
-def plan(file: pathlib.Path) -> dict[str, Any]:
-  """Returns the figures of `tunix plan` for a recipe."""
-  command = [sys.executable, "-m", "tunix.cli.main", "plan", str(file)]
-  command += ["--topology", topology(file), "--json"]
+def plan(file: pathlib.Path, where: str, words: list[str]) -> dict[str, Any]:
+  """Returns the figures of `tunix plan` for a recipe on a topology."""
+  command = [sys.executable, "-m", "tunix.cli.main", "plan", str(file), *words]
+  command += ["--topology", where, "--json"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
   if not done.stdout.startswith("{"):
     raise RuntimeError(
@@ -87,8 +119,14 @@ def plan(file: pathlib.Path) -> dict[str, Any]:
     **{name: estimate[name] for name in (*names, "mfu", "devices")},
     "programs": {p["name"]: p["peak_bytes"] for p in estimate["programs"]},
     "date": datetime.date.today().isoformat(),
-    **{name: importlib.metadata.version(name) for name in _VERSIONS},
+    **_versions(),
   }
+
+
+def _versions() -> dict[str, str]:
+  """Returns the versions of the packages that plan, as far as they are installed."""
+  installed = {one.metadata["Name"]: one for one in importlib.metadata.distributions()}
+  return {name: installed[name].version for name in _VERSIONS if name in installed}
 
 
 def topology(file: pathlib.Path) -> str:
@@ -101,14 +139,18 @@ def topology(file: pathlib.Path) -> str:
 
 def page(files: dict[str, pathlib.Path], figures: dict[str, Any]) -> str:
   """Returns the text of docs/recipes.md."""
-  lines, notes = [], []
+  lines, notes, gpus = [], [], []
+  made = {_made(of) for of in figures.values()}
   for name, file in files.items():
     link = f"[{name}]({_link(file)})"
     lines.append(f"| {link} | {topology(file)} | {_row(figures.get(name))} |")
+    for where, of in (figures.get(name) or {}).get("gpus", {}).items():
+      gpus.append(f"| {link} | {where} | {_row(of)} |")
+      made.add(_made(of))
     about = re.sub(r"\n?# ", " ", file.read_text().partition("\n#\n")[0]).strip()
     notes.append(f"- `{name}`: {about}")
-  made = sorted({_made(of) for of in figures.values()})
-  parts = ["\n".join(lines), "\n".join(notes), "; ".join(made)]
+  on_gpus = f"{_GPU_HEAD}{_TABLE}" + "\n".join(gpus)
+  parts = ["\n".join(lines), "\n".join(notes), on_gpus, "; ".join(sorted(made))]
   return f"{_HEAD}{_TABLE}" + "\n\n".join(parts) + ".\n"
 
 
@@ -135,7 +177,8 @@ def _or_unknown(value: float | None, form: str) -> str:
 
 
 def _made(of: dict[str, Any]) -> str:
-  return ", ".join([of["date"], *(f"{name} {of[name]}" for name in _VERSIONS)])
+  versions = (f"{name} {of[name]}" for name in _VERSIONS if name in of)
+  return ", ".join([of["date"], *versions])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,13 @@ NAVIGATION = (
   (
     "Guides",
     [
-      *("guides/command", "guides/data", "guides/rewards", "guides/training"),
+      *(
+        "guides/command",
+        "guides/data",
+        "guides/rewards",
+        "guides/judges",
+        "guides/training",
+      ),
       *("guides/preference", "guides/distillation", "guides/rl", "guides/agents"),
       *("guides/tools", "guides/async", "guides/runs", "logs"),
       *("guides/evaluation", "using_a_model", "guides/models", "guides/laptop"),

@@ -33,7 +33,9 @@ from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.report import measures
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
+from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.utils import create_critic_model
 from tunix.sft.dpo.kto_trainer import KTOTrainer
@@ -45,8 +47,13 @@ from tunix.utils.metric import Metric
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Metrics that no job of this test writes. A CPU does not report the first two. The
-# others are in rl/replay_routes_test.py and rl/processes_test.py.
-ELSEWHERE = {"mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"}
+# others are in rl/replay_routes_test.py, rl/processes_test.py and
+# cli/train_judge_test.py.
+ELSEWHERE = {
+  *("mfu", "device_memory_bytes", "router/replaced", "perf/exchange_wait_sec"),
+  *("perf/judge_prompt_tokens", "perf/judge_answer_tokens"),
+}
+ELSEWHERE |= {"score_centering/head"}
 
 
 def logging(folder: pathlib.Path) -> dict[str, Any]:
@@ -117,6 +124,7 @@ def dapo(**options: Any) -> None:
     entropy_coef=0.01,
     rollout_correction=RolloutCorrection(),
     pass_threshold=0.5,
+    curriculum=CurriculumConfig(),
     eval_num_generations=2,
   )
   cluster = clusters.cluster(
@@ -125,6 +133,14 @@ def dapo(**options: Any) -> None:
     **options,
   )
   learner = DAPOLearner(cluster, algorithm, clusters.even)
+  learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
+  learner.close()
+
+
+def sdpo(**options: Any) -> None:
+  settings = {"num_generations": 4, "eval_num_generations": 2, **clusters.HINTS}
+  algorithm = SDPOConfig(success_threshold=0.5, **settings)
+  learner = SDPOLearner(clusters.cluster(**options), algorithm, clusters.even)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
 
@@ -229,11 +245,17 @@ JOBS = {
   "on-policy": job(on_policy, STEP, f"{DISTILL}policy_gradient.METRICS"),
   "dapo": job(
     dapo,
-    *(*RL, "tunix.rl.grpo.dapo_learner.METRICS", "tunix.perf.export.METRICS"),
+    *(
+      *RL,
+      "tunix.rl.grpo.dapo_learner.METRICS",
+      "tunix.rl.prompts.curriculum.METRICS",
+      "tunix.perf.export.METRICS",
+    ),
     conditional=TRACE
     | PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
+    | {m.name for m in metrics_table.declared("tunix.rl.prompts.curriculum")}
     | {"actor/kl", "actor/entropy", f"{CORRECTION}truncated", *WEIGHTS},
   ),
   "episodes": job(
@@ -246,6 +268,13 @@ JOBS = {
     | {
       metric.name for metric in metrics_table.declared("tunix.rl.experience.episodes")
     },
+  ),
+  "sdpo": job(
+    sdpo,
+    *(*RL, "tunix.rl.grpo.sdpo_learner.METRICS"),
+    conditional=PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
+    | {"groups/all_equal", "sdpo/hinted", "sdpo/reverse_kl"},
   ),
   "greedy": job(
     greedy,

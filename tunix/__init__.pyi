@@ -33,6 +33,10 @@ from tunix.distillation.strategies import (
 from tunix.distillation.teacher_cache import (
   TeacherCache as TeacherCache,
 )
+from tunix.distillation.teachers import (
+  SelfTeacher as SelfTeacher,
+  Teachers as Teachers,
+)
 from tunix.generate.sampler import (
   CacheConfig as CacheConfig,
   Sampler as Sampler,
@@ -90,14 +94,29 @@ from tunix.rl.grpo.grpo_learner import (
   GRPOConfig as GRPOConfig,
   GRPOLearner as GRPOLearner,
   GSPOConfig as GSPOConfig,
+  MaxRLConfig as MaxRLConfig,
+  SAPOConfig as SAPOConfig,
+)
+from tunix.rl.grpo.reinforce_pp_learner import (
+  ReinforcePlusPlusConfig as ReinforcePlusPlusConfig,
+  ReinforcePlusPlusLearner as ReinforcePlusPlusLearner,
 )
 from tunix.rl.grpo.rloo_learner import (
   RLOOConfig as RLOOConfig,
   RLOOLearner as RLOOLearner,
 )
+from tunix.rl.grpo.sdpo_learner import (
+  SDPOConfig as SDPOConfig,
+  SDPOLearner as SDPOLearner,
+)
 from tunix.rl.ppo.ppo_learner import (
   PPOConfig as PPOConfig,
   PPOLearner as PPOLearner,
+)
+from tunix.rl.reward.judge import (
+  Judge as Judge,
+  PairJudge as PairJudge,
+  Rubric as Rubric,
 )
 from tunix.rl.reward.rewards import RewardManager as RewardManager
 from tunix.rl.rl_cluster import (

@@ -16,6 +16,8 @@ from tunix.data.reading.jsonl import JsonlRecords
 from tunix.data.reading.mixture import Mixture
 from tunix.data.records import SFT
 
+HALVES = {"data__weights": "[1, 1]"}
+LATER = HALVES | {"data__weights_at": "{5: [1, 2]}"}
 TEXTS = [{"text": f"record {i}"} for i in range(4)]
 
 
@@ -160,6 +162,10 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ({"data__weights": "[1, -1]"}, r"data.weights\[1\] is -1"),
     ({"data__weights": "[1, .nan]"}, r"data.weights\[1\] is nan"),
     ({"data__weights": "[1]"}, "data.weights is .1.0."),
+    ({"data__weights_at": "{5: [1, 1]}"}, "data.weights is not set"),
+    ({**HALVES, "data__weights_at": "{5: [1]}"}, "expected 2 numbers"),
+    ({**HALVES, "data__weights_at": "{0: [1, 1]}"}, "a step of weights_at is 0"),
+    ({**LATER, "data__packing": "true"}, "no fixed number of records"),
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
     (
       {"data__columns": "{prompt: question}"},

@@ -21,6 +21,11 @@ def translate(job, **options):
     ("grpo", {"scale_rewards": "none"}, {"advantage_estimator": "group_centered"}),
     ("grpo", {"scale_rewards": True}, {"advantage_estimator": "group_normalized"}),
     ("grpo", {"scale_rewards": "batch"}, {"advantage_estimator": "batch_scaled"}),
+    (
+      "grpo",
+      {"loss_type": "sapo"},
+      {"loss_algo": "sapo", "loss_agg_mode": "sequence-mean-token-mean"},
+    ),
     ("grpo", {"loss_type": "grpo"}, {"loss_agg_mode": "sequence-mean-token-mean"}),
     ("grpo", {"mask_truncated_completions": True}, {"mask_truncated": True}),
     ("grpo", {"beta": 0.1}, {"beta": 0.1, "kl_corrected": True}),

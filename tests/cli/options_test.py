@@ -19,7 +19,7 @@ from tunix.tinker.settings import TinkerSettings
 # A dataclass and a command that takes its fields -> the fields that it does not read.
 SECTIONS = {
   (serve.parser, serve.ServeOptions): (),
-  (serve.parser, EngineConfig): ("record_routes",),
+  (serve.parser, EngineConfig): ("record_routes", "record_head"),
   (serve.parser, ServeSettings): (),
   (serve.parser, TinkerSettings): (),
   (plan_serve.parser, plan_serve.PlanOptions): (),

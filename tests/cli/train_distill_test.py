@@ -40,6 +40,13 @@ GRADIENT = ON_POLICY | {
   "distill__strategy": "policy_gradient",
 }
 
+SELF = ON_POLICY | {
+  "distill__on_policy_fraction": 1,
+  "distill__teacher": None,
+  "distill__self_teacher": "average",
+  "distill__max_teacher_prompt_length": 200,
+}
+
 
 def train(keys, **more):
   given = {name: value for name, value in (keys | more).items() if value is not None}
@@ -73,6 +80,7 @@ def test_a_run_trains_and_exports_the_student(keys, teacher, eval_file, model, c
   [
     pytest.param({}, id="rows"),
     pytest.param(ON_POLICY, id="on-policy", marks=[pytest.mark.slow, pytest.mark.ci]),
+    pytest.param(SELF, id="self", marks=pytest.mark.slow),
   ],
 )
 def test_a_run_that_is_resumed_is_the_same(keys, more, tmp_path, capsys):
@@ -92,6 +100,7 @@ def test_a_run_that_is_resumed_is_the_same(keys, more, tmp_path, capsys):
     pytest.param({"distill__top_k": 5, "distill__cache": "cache"}, id="cache"),
     pytest.param(ON_POLICY, id="on-policy"),
     pytest.param(GRADIENT, id="policy-gradient"),
+    pytest.param(SELF, id="self"),
   ],
 )
 def test_eight_devices_train_as_one(keys, more, tmp_path, eval_file):
@@ -142,6 +151,42 @@ def test_the_student_answers_itself(keys, tmp_path, capsys, eval_file):
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   shown = capsys.readouterr().out
   assert "prompt, " in shown and "response" not in shown
+
+
+def test_a_student_teaches_itself(keys, capsys):
+  """The teacher reads the answer of the record; its prompt is no longer than needed."""
+  assert train(keys | SELF, training__max_steps=2) == 0
+  said = capsys.readouterr().out
+  assert "taught by itself (average weights) with a demonstration" in said
+  assert "the longest teacher prompt has" in said
+  assert runs.metrics(keys["output_dir"])[2]["distill/kl_div"] > 0
+
+
+@pytest.mark.slow
+def test_records_name_their_teachers(keys, teacher, model, tmp_path, capsys):
+  """The student as the second teacher: its divergence is 0 in the first step."""
+  rows = [
+    {"prompt": f"How many {i}", "task": "known" if i % 2 else "new"} for i in range(8)
+  ]
+  file = tmp_path / "tasks.jsonl"
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  several = SELF | {
+    "data__train": file,
+    "distill__self_teacher": None,
+    "distill__max_teacher_prompt_length": None,
+    "distill__teacher_column": "task",
+    "training__max_steps": 1,
+  }
+  values = []
+  for number, names in enumerate(({"known": model, "new": teacher}, {"new": model})):
+    folders = {"known": model} | names
+    given = several | {"distill__teachers": json.dumps(folders, default=str)}
+    assert train(keys | given, output_dir=tmp_path / str(number)) == 0
+    values.append(runs.metrics(tmp_path / str(number))[1]["distill/kl_div"])
+  assert values[0] > 1e-4 and abs(values[1]) < 1e-5
+  given["distill__teachers"] = json.dumps({"known": str(model)})
+  assert train(keys | given, output_dir=tmp_path / "2") == 2
+  assert "'task' is 'new'; expected the name of a teacher" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -203,6 +248,22 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
       "distill.temperature is 2.0, rollout.temp",
     ),
     ({"job": "sft"}, "it belongs to the job distill"),
+    ({"distill__self_teacher": "average"}, "distill.self_teacher is 'average' and dis"),
+    (
+      SELF | {"distill__on_policy_fraction": None, "rollout__max_prompt_length": None},
+      "self_teacher is 'average' and distill.on_policy_fraction not set",
+    ),
+    (SELF | {"distill__template": "{prompt}"}, "without {demonstration}"),
+    (ON_POLICY | {"distill__average_rate": 0.1}, "distill.average_rate is 0.1, and"),
+    (
+      ON_POLICY | {"distill__teacher_column": "x"},
+      "distill.teacher_column is 'x', and",
+    ),
+    (
+      SELF | {"distill__max_teacher_prompt_length": 4},
+      "distill.max_teacher_prompt_length is 4",
+    ),
+    (SELF | {"distill__demonstration": "hint"}, "the 'hint' is None; expected a text"),
   ],
   ids=str,
 )

@@ -86,6 +86,61 @@ def test_a_run_with_episodes_resumes_to_the_same_bytes(keys, tmp_path, capsys):
   assert metrics["episodes/turns"] == 2
 
 
+def of_sft(keys, tmp_path):
+  """Keys of a job that learns from answers and is evaluated in the environment."""
+  kept = ("model__path", "training__global_batch_size", "logging__tensorboard")
+  prompts = {"eval__env": keys["env"], "eval__prompts": keys["data__train"]}
+  return {
+    **{name: keys[name] for name in kept},
+    "job": "sft",
+    "data__train": runs.write_records(tmp_path / "sft.jsonl", count=8),
+    "data__max_length": 96,
+    "training__learning_rate": 0.01,
+    **prompts,
+    "eval__episode": "{max_turns: 2, max_tokens: 48}",
+    "eval__max_prompt_length": 40,
+    "eval__max_tokens_to_generate": 4,
+    "eval__num_generations": 2,
+    "training__eval_every_n_steps": 1,
+  }
+
+
+@pytest.mark.long
+def test_a_run_on_answers_is_evaluated_in_environments(keys, tmp_path):
+  own = of_sft(keys, tmp_path)
+  plain = {k: v for k, v in own.items() if "eval" not in k}
+  for folder, words in (("watched", own), ("plain", plain)):
+    words |= {"output_dir": tmp_path / folder, "training__max_steps": 2}
+    assert train(words) == 0
+  exports = [tmp_path / f / "export/model.safetensors" for f in ("watched", "plain")]
+  assert exports[0].read_bytes() == exports[1].read_bytes()
+  text = (tmp_path / "watched/logs/metrics.jsonl").read_text()
+  found = [x for x in map(json.loads, text.splitlines()) if x["mode"] == "eval"]
+  assert [x["step"] for x in found] == [0, 1, 2]
+  assert all(
+    {"rewards/score/mean", "pass@2", "episodes/turns"} <= x.keys() for x in found
+  )
+
+
+def test_what_an_evaluation_in_environments_refuses(keys, tmp_path, capsys):
+  own = of_sft(keys, tmp_path) | {"output_dir": tmp_path / "out"}
+  cases: dict[str, dict] = {
+    "eval.prompts is not set": {"eval__prompts": None},
+    "eval.env is not set, so no": {"eval__env": None},
+    "whose model scores answers": {"job": "reward"},
+    "env needs 'answer'": {"eval__prompts": of_words(tmp_path)},
+  }
+  for message, changes in cases.items():
+    words = {k: v for k, v in (own | changes).items() if v is not None}
+    assert train(words) != 0
+    assert message in capsys.readouterr().err
+
+
+def of_words(tmp_path):
+  (tmp_path / "words.jsonl").write_text('{"prompt": "Days?"}\n')
+  return tmp_path / "words.jsonl"
+
+
 def test_what_is_refused_before_the_run(keys, tmp_path, capsys):
   file = keys["env"].partition(":")[0]
   cases = {

@@ -12,6 +12,7 @@ from tunix.cli import config as config_lib
 from tunix.cli.make import data as build_data, loading
 from tunix.cli.run import settle
 from tunix.models.automodel import AutoModel
+from tunix.rl import algorithms
 
 REWARD = """
 def short(prompts, completions, **columns):
@@ -106,6 +107,11 @@ def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
   [
     ("grpo", {}),
     pytest.param("ppo", {}, marks=pytest.mark.slow),
+    pytest.param(
+      "grpo",
+      {"algorithm__name": "sdpo", "algorithm__success_threshold": 0.1},
+      marks=pytest.mark.slow,
+    ),
     # The rollouts have devices of their own.
     (
       "grpo",
@@ -225,6 +231,10 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
       {"algorithm__gamma": 0.9},
       "algorithm.gamma is 0.9, and the job 'grpo' does not read it",
     ),
+    (
+      {"algorithm__name": "sdpo", "algorithm__feedback": "note"},
+      "algorithm.feedback is 'note', which is no column of the data",
+    ),
     ({"algorithm__max_refills": 3}, "it belongs to the algorithm dapo"),
     ({"algorithm__epsilon_c": 0.5}, "algorithm.epsilon_c is 0.5"),
     (
@@ -326,12 +336,12 @@ def test_prompts_of_several_files_are_mixed(keys, tmp_path):
   assert (who.count("a"), who.count("b")) == (8, 24)
 
 
-@pytest.mark.parametrize("name", ["grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo"])
+@pytest.mark.parametrize("name", list(algorithms.configs(uses_critic=False)))
 def test_every_variant_has_its_learner(keys, name):
   config = loaded(keys, algorithm__name=name)
   made = config.algorithm
   assert made.beta == 0.1
-  expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "rloo"}
+  expected = {loss: loss for loss in ("gspo", "cispo", "sapo", "rloo")}
   assert made.loss_algo == expected.get(name, "grpo")
 
 

@@ -151,7 +151,7 @@ def test_prompts_divide_over_the_shards_of_their_tokens(rollouts):
     }
     return dataclasses.astuple(built(alone | limits).widths["train"].layout)
 
-  assert widths(600, 12) == (192, 12) and widths(599, 13) == (599, 13)
+  assert widths(600, 12)[:2] == (192, 12) and widths(599, 13)[:2] == (599, 13)
 
 
 def test_prompts_of_environments_have_no_known_length(settings):

@@ -53,13 +53,14 @@ def on_policy(
   strategy: Any,
   *,
   student: Any = None,
+  known: Any = None,
   tokenizer: Any = None,
   kind: type[OnPolicyDistillationTrainer] = OnPolicyDistillationTrainer,
   **config: Any,
 ):
   return kind(
     toys.model() if student is None else student,
-    teacher(),
+    teacher() if known is None else known,
     strategy,
     optimizers.adam(1e-2),
     OnPolicyConfig(

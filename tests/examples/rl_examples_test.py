@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests import forks
+from tests.examples import loading
+from tests.rl.reward import judge_server
 from tunix import Mode
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
@@ -98,3 +100,40 @@ def test_the_agent_runs_and_shows_its_conversations(tmp_path):
   assert len(agents_scores(2, tmp_path)) == 2
   lines = (tmp_path / "samples" / "000000.jsonl").read_text().splitlines()
   assert json.loads(lines[0])["completions"][0]["text"].startswith("[user]\n?")
+
+
+@pytest.mark.slow
+def test_a_judge_is_trained_served_and_asked(tmp_path):
+  command = [sys.executable, EXAMPLES / "judge.py", "--output", tmp_path]
+  done = forks.run(
+    [*command, "--steps", "2", "--judge_steps", "60"],
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr
+  assert "greedy accuracy" in done.stdout
+  (kept,) = (tmp_path / "answers").iterdir()
+  assert b"Verdict: " in kept.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_example_of_a_judge_asks_any_server(tmp_path, monkeypatch):
+  """And the questions that its judge is trained on are those that it is asked."""
+  example = loading.example("judge")
+
+  def verdict(question, _):
+    has_nine = "9" in judge_server.material(question)[0]
+    return f"Verdict: {'yes' if has_nine else 'no'}"
+
+  with judge_server.serving(verdict) as server:
+    words = ["--output", tmp_path, "--steps", "1", "--url", server.url]
+    monkeypatch.setattr(sys, "argv", ["judge.py", *map(str, words)])
+    example.main()
+  assert (tmp_path / "samples" / "index.html").exists()
+  (question, answer), *_ = (row["messages"] for row in example.conversations(1, 0))
+  asked, taught = server.questions[0], question["content"]
+  hidden = lambda text: [x for x in text.splitlines() if not x.startswith("> ")]
+  assert hidden(asked) == hidden(taught)
+  assert answer["content"] == verdict(taught, 0)

@@ -8,7 +8,14 @@ import pytest
 from tunix.generate import tokens as lib
 from tunix.generate.tokens import COLUMNS, Completion, Delta, Tokens
 
-DEPTH = {"top_ids": (3,), "top_logps": (3,), "logits": (5,), "routes": (2, 2)}
+DEPTH = {
+  "top_ids": (3,),
+  "top_logps": (3,),
+  "head_ids": (2,),
+  "head_probs": (2,),
+  "logits": (5,),
+  "routes": (2, 2),
+}
 
 
 def made(rng, prompt, count, kind=Tokens, **fields):
@@ -114,4 +121,5 @@ def test_saved_columns_return():
   again = Tokens.of_saved(whole.saved())
   known = {name for name, form in COLUMNS.items() if form.saved}
   assert {n for n, x in again.columns().items() if x is getattr(whole, n)} == known
-  assert whole.saved().keys() == {"ids", "logps", "versions", "routes"}
+  names = {"ids", "logps", "versions", "routes", "head_ids", "head_probs"}
+  assert whole.saved().keys() == names

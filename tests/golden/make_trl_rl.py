@@ -45,6 +45,11 @@ LOSSES = {
   "dapo": {"loss_type": "dapo"},
   "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
   "cispo_tight": {"loss_type": "cispo", "epsilon_high": 1.1},
+  "sapo": {"loss_type": "sapo"},
+  "sapo_apart": {
+    **{"loss_type": "sapo", "sapo_temperature_pos": 0.5},
+    "sapo_temperature_neg": 3.0,
+  },
   "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
   "gspo_token_mean": {"loss_type": "dapo", "importance_sampling_level": "sequence"},
   "gspo_cispo": {

@@ -75,6 +75,9 @@ def test_both_makes_say_the_same(makes):
   jax.tree.map(close, *sums)
   likeliest = [make.top_k(s, 3, 1.0) for make, s in zip(makes, states)]
   jax.tree.map(close, *map(tuple, likeliest))
+  at = [make.logps_at(s, x.ids) for make, s, x in zip(makes, states, likeliest)]
+  close(*at)
+  close(at[0], likeliest[0].logps)
 
 
 def test_the_seam_alone_is_enough_for_logits_and_for_sampling(makes):

@@ -16,6 +16,7 @@ NAMES = [
   "leave_one_out",
   "batch_normalized",
   "batch_scaled",
+  "centered_normalized",
 ]
 OF_GROUPS = [name for name in NAMES if name != "batch_normalized"]
 
@@ -51,8 +52,33 @@ def test_batch_scaled_by_hand():
   close(advantages.batch_scaled(REWARDS, epsilon=0.0), want)
 
 
+def test_centered_normalized_by_hand():
+  # The centered rewards have mean 0; squares 4 + 1 + 9 + 1 + 1 + 4 = 20 over 5.
+  want = np.array([[-2, -1, 3], [-1, -1, 2]]) / 2
+  close(advantages.centered_normalized(REWARDS, epsilon=0.0), want)
+
+
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_mean_normalized_by_hand(of):
+  # Means 3 and 1; two of two valid members, mean 2; only rewards of 0; one valid.
+  got = advantages.mean_normalized(of(REWARDS))
+  close(got, [[-2 / 3, -1 / 3, 1], [-1, -1, 2]])
+  rewards = of([[1.0, np.nan, 3.0], [0.0, 0.0, 0.0], [np.nan, 5.0, np.nan]])
+  got = advantages.mean_normalized(rewards, where=np.isfinite(rewards))
+  close(got, [[-0.5, 0, 0.5], [0, 0, 0], [0, 0, 0]])
+  close(jax.jit(advantages.mean_normalized)(REWARDS)[1], [-1, -1, 2])
+  with pytest.raises(ValueError, match=r"a reward is -1\.0; expected at least 0"):
+    advantages.mean_normalized(of([[1.0, -1.0]]))
+  hidden = of([[1.0, 2.0, -1.0]])  # not valid, so it may have any value
+  close(
+    advantages.mean_normalized(hidden, where=np.array([[True, True, False]])),
+    [[-1 / 3, 1 / 3, 0]],
+  )
+
+
 @pytest.mark.parametrize(
-  "name", ["group_normalized", "batch_normalized", "batch_scaled"]
+  "name",
+  ["group_normalized", "batch_normalized", "batch_scaled", "centered_normalized"],
 )
 def test_epsilon_is_added_to_the_deviation(name):
   fn = ADVANTAGES[name]
@@ -61,6 +87,7 @@ def test_epsilon_is_added_to_the_deviation(name):
     "group_normalized": np.sqrt([[7.0], [3.0]]),
     "batch_normalized": math.sqrt(26 / 5),
     "batch_scaled": math.sqrt(26 / 5),
+    "centered_normalized": 2.0,
   }[name]
   close(more, plain * deviation / (deviation + 1))
   assert np.any(fn(REWARDS) != plain)  # the default is not 0
@@ -141,7 +168,8 @@ def test_known_names_mean_the_same_functions():
   assert ADVANTAGES["grpo"] is advantages.group_normalized
   assert ADVANTAGES["drgrpo"] is advantages.group_centered
   assert ADVANTAGES["rloo"] is advantages.leave_one_out
-  assert set(NAMES) | {"grpo", "drgrpo", "rloo"} == set(ADVANTAGES)
+  known = {"mean_normalized", "grpo", "drgrpo", "rloo"}
+  assert set(NAMES) | known == set(ADVANTAGES)
 
 
 def gae_loop(rewards, values, gamma, lam):

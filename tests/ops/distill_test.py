@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.ops import distill
+from tunix.ops import distill, policy_gradient
 from tunix.ops.distill import Divergence
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -196,3 +196,38 @@ def test_trl_live():
   given = live.inputs(1)
   for case in live.CASES:
     check_trl(trl_form(case, given), live.loss(*case, given))
+
+
+SELF = dict(np.load(GOLDEN / "trl_self.npz"))
+
+
+def self_form(form: str, alpha: float, given) -> tuple[jax.Array, jax.Array]:
+  """Loss and gradient of self-distillation, as a TRL function names them."""
+  teacher = jnp.asarray(given["teacher"])
+  names = {0.0: Divergence("forward_kl"), 1.0: Divergence("reverse_kl")}
+  how = names.get(alpha, Divergence("jsd", alpha))
+
+  def loss(student):
+    if form == "whole":
+      return jnp.mean(distill.divergence(student, teacher, how))
+    if form == "top":
+      return jnp.mean(distill.top_k_divergence(student, distill.top_k(teacher, 4), how))
+    pick = lambda x: jnp.take_along_axis(
+      jax.nn.log_softmax(x), jnp.asarray(given["tokens"])[..., None], -1
+    )[..., 0]
+    logps = pick(student)
+    dense = jax.lax.stop_gradient(pick(teacher) - logps)
+    return jnp.mean(policy_gradient.reinforce_loss(logps, dense))
+
+  return jax.value_and_grad(loss)(jnp.asarray(given["student"]))
+
+
+@pytest.mark.parametrize(
+  "name", [name.removeprefix("loss/") for name in SELF if name.startswith("loss/")]
+)
+def test_self_distillation_of_trl(name):
+  """SDFT's and SDPO's losses per token, and SDPO's policy gradient."""
+  form, alpha = name.split("/")
+  got = self_form(form, float(alpha), SELF)
+  np.testing.assert_allclose(got[0], SELF[f"loss/{name}"], rtol=1e-5)
+  np.testing.assert_allclose(got[1], SELF[f"gradient/{name}"], atol=1e-6)

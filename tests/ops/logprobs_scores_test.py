@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from tunix.ops.vocabulary import chunks as vocab_chunks
-from tunix.ops.vocabulary.logprobs import logits_logps, token_logps
+from tunix.ops.vocabulary.logprobs import logits_logps, logps_at, token_logps
 from tunix.ops.vocabulary.softmax import Layout
 
 B, T, D, V = 8, 40, 16, 64
@@ -172,6 +172,10 @@ def test_no_array_of_all_logits(inputs):
   assert largest(plain) == B * T * V
   ours = largest(lambda *a: token_logps(*a, CHUNKED, entropy=True))
   assert ours == B * T * D  # the hidden states themselves
+  at = lambda h, u, ids: jnp.moveaxis(
+    logps_at(h, u, jnp.stack([ids, ids], -1), CHUNKED), -1, 0
+  )
+  assert largest(at) == B * T * D
 
 
 def test_memory_of_the_compiled_program():

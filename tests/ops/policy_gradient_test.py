@@ -12,6 +12,7 @@ from tunix.ops.policy_gradient import (
   dppo_loss,
   log_ratio,
   reinforce_loss,
+  sapo_loss,
   value_loss,
 )
 from tunix.ops.reductions import aggregate
@@ -228,8 +229,9 @@ def test_reinforce_by_hand():
     lambda a: reinforce_loss(LOGPS, a),
     lambda a: clipped_loss(LOGPS - OLD, a).values,
     lambda a: cispo_loss(LOGPS - OLD, LOGPS, a).values,
+    lambda a: sapo_loss(LOGPS - OLD, a).values,
   ],
-  ids=["reinforce", "clipped", "cispo"],
+  ids=["reinforce", "clipped", "cispo", "sapo"],
 )
 def test_advantages_are_data_of_rows_or_tokens(loss):
   of_rows = jnp.arange(3.0)
@@ -257,6 +259,24 @@ def test_cispo_by_hand():
 def test_cispo_has_no_gradient_through_its_weight():
   fn = lambda x: cispo_loss(x, LOGPS, jnp.ones(3)).values.sum()
   np.testing.assert_array_equal(jax.grad(fn)(LOGPS - OLD), np.zeros((3, 3)))
+
+
+def test_sapo_by_hand():
+  # sigmoid(0) = 1/2, and sigmoid(log 3) = 3/4. With tau = 2, 4 / tau = 2.
+  ratios = logs([1.0, 1 + math.log(3) / 2, 1.0, 1 + math.log(3)])
+  advantages = jnp.array([[3.0, 3.0, -1.0, -1.0]])
+  got = sapo_loss(ratios, advantages, positive=2.0, negative=1.0)
+  close(got.values, [[-3, -4.5, 2, 3]])
+  assert not got.clipped.any()
+  # The derivative in log w is -4 s (1 - s) w A, with s the sigmoid: that of -w A at 1.
+  of = lambda x: sapo_loss(x, advantages, positive=2.0, negative=1.0).values.sum()
+  w = 1 + math.log(3) / np.array([2, 1])
+  close(jax.grad(of)(ratios), [[-3, -3 * 0.75 * w[0], 1, 0.75 * w[1]]])
+  # An advantage of 0 counts with the second temperature, and gives 0.
+  assert sapo_loss(ratios, jnp.zeros(1)).values.tolist() == [[0.0] * 4]
+  for bad in ({"positive": 0.0}, {"negative": -1.0}):
+    with pytest.raises(ValueError, match="expected both above 0"):
+      sapo_loss(ratios, advantages, **bad)
 
 
 # Probabilities under the policies that sampled and that is trained: ratios 1.4, 1.2,

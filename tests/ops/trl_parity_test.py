@@ -27,6 +27,7 @@ MEANS = {
   "dapo": "token-mean",
   "cispo": "token-mean",
   "dr_grpo": "sequence-mean-token-scale",
+  "sapo": "sequence-mean-token-mean",
 }
 # TRL adds 1e-4 to a deviation, we add 1e-6.
 EPSILON = 1e-4
@@ -50,6 +51,10 @@ def values_of(options, logps, old, batch):
   high = options.get("epsilon_high", low)
   if options["loss_type"] == "cispo":  # TRL's epsilon_high is the bound itself
     values = pg.cispo_loss(log_ratio, logps, scores, clip_high=high - 1).values
+  elif options["loss_type"] == "sapo":
+    names = {"positive": "sapo_temperature_pos", "negative": "sapo_temperature_neg"}
+    taus = {ours: options[trl] for ours, trl in names.items() if trl in options}
+    values = pg.sapo_loss(log_ratio, scores, **taus).values
   else:
     bounds = {"clip_low": low, "clip_high": high, "dual_clip": options.get("delta")}
     values = pg.clipped_loss(log_ratio, scores, **bounds).values

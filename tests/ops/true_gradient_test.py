@@ -55,6 +55,9 @@ RATIOS = {
     )
     for level in pg.LEVELS
   },
+  "sapo": lambda logps, mask, a: (
+    pg.sapo_loss(pg.log_ratio(logps, None, mask), a).values
+  ),
   "cispo": lambda logps, mask, a: (
     pg.cispo_loss(pg.log_ratio(logps, None, mask), logps, a).values
   ),
@@ -202,6 +205,24 @@ def test_the_weight_of_a_prompt_depends_on_its_difficulty_from_four_on():
     weights = [worth(p, size) for p in rates]
     assert weights[0] > 1.04 * weights[3] and weights[-1] > 1.04 * weights[3]
   np.testing.assert_allclose(worth(0.3, 400), (0.3 * 0.7) ** -0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_the_first_terms_of_the_likelihood(size):
+  # log p = -sum over k of (1 - p)^k / k; a group of G members has the first G - 1.
+  toy = Toy(length=1, eos=False)
+  toy.rewards = np.array([0.0, 0, 1, 0, 1])
+
+  def losses(logps, group):
+    rewards = jnp.asarray(toy.rewards)[group][None]
+    advantages = ADVANTAGES["mean_normalized"](rewards)[0]
+    return mean(pg.reinforce_loss(logps, advantages), jnp.ones((size, 1)))[None]
+
+  def likelihood(logits):
+    p = toy.expected_reward(logits)
+    return -sum((1 - p) ** k / k for k in range(1, size))
+
+  close(toy.expected_gradients(losses, size)[0], -toy.gradient(likelihood))
 
 
 @pytest.mark.parametrize("name", ["batch_normalized", "batch_scaled"])

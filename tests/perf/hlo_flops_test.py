@@ -3,7 +3,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from tunix.perf.hlo_flops import SHARE, count_flops
+from tunix.models.transformer.attention import blockwise
+from tunix.models.transformer.visibility import Visibility
+from tunix.perf.flops import attention_flops
+from tunix.perf.hlo_flops import PASSES, SHARE, count_flops
 
 
 def flops(function, *arguments):
@@ -68,6 +71,38 @@ def test_loops_that_depend_on_data_count_once_and_say_so():
   assert (counted.flops, counted.unknown_loops) == (2 * 4**3, 1)
   halving = lambda x: jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
   assert count_flops(jax.jit(halving).lower(x)).unknown_loops == 0  # nothing inside
+
+
+def test_a_loop_that_depends_on_data_may_say_how_often_it_runs():
+  def until(x, n):
+    with set_xla_metadata(**{PASSES: "2.5"}):
+      return jax.lax.fori_loop(0, n, lambda i, x: x @ x, x)
+
+  assert flops(until, jnp.ones((4, 4)), 3) == 2.5 * 2 * 4**3
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize(("length", "window"), [(64, None), (72, None), (64, 20)])
+def test_attention_by_blocks_counts_at_least_its_visible_pairs(
+  length, window, segmented
+):
+  """Else the bound of a step would be too low, and its MFU above 100 %."""
+  b, n, k, h = 2, 4, 2, 8
+  ids = jnp.ones((b, length), jnp.int32) if segmented else None
+  visible = Visibility(jnp.arange(length), segment_ids=ids, aligned=True)
+
+  def total(query, key, value):
+    options = {"query_block": 16, "key_block": 16, "window": window}
+    return jnp.sum(blockwise.attend(query, key, value, visible, scale=1.0, **options))
+
+  query, key = jnp.ones((b, length, n, h)), jnp.ones((b, length, k, h))
+  sizes = {"num_layers": 1, "num_heads": n, "head_dim": h, "window": window}
+  forward = attention_flops([length] * b, **sizes)
+  counted = flops(total, query, key, key)
+  assert forward <= counted < 1.3 * forward  # 1.3: padding, whole blocks
+  # The formula has twice the forward pass; blocks compute their scores again.
+  backward = flops(jax.grad(total, (0, 1, 2)), query, key, key) - counted
+  assert backward == pytest.approx(2.5 * counted)
 
 
 def test_the_dearest_branch_counts():

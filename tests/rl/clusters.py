@@ -15,6 +15,12 @@ from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.utils import create_critic_model
 
 EOS = 1
+# Templates of SDPO without words that are no ids.
+HINTS: dict[str, Any] = {
+  "template": "{prompt} {hints}",
+  "solution_template": "{solution}",
+  "feedback_template": "{feedback}",
+}
 
 
 class Words(Ids):

@@ -2,7 +2,8 @@
 
 The arguments RANK COUNT PORT may follow, for one of several processes. A greedy job
 whose FOLDER begins with "replay_" repeats the one beside it. A job that ends with
-"-hosts" samples on the hosts of the environment variable HOSTS.
+"-hosts" samples on the hosts of the environment variable HOSTS, and one that ends with
+"-curriculum" chooses its prompts.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.prompts.curriculum import CurriculumConfig
+from tunix.rl.reward.judge import Judge
 from tunix.rl.rl_learner import RLLearner
 from tunix.sft import launch
 from tunix.sft.metrics_logger import MetricsLoggerOptions
@@ -32,6 +35,7 @@ from tunix.sft.peft_trainer import CheckpointOptions
 from tunix.utils import mesh as mesh_lib
 
 STEPS = 24
+CURRICULUM = "-curriculum"
 HOSTS = "TUNIX_DRILL_HOSTS"
 # A gated delta net below gated attention.
 RECURRENT = ModelConfig(
@@ -83,7 +87,10 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     urls = os.environ[HOSTS].split()
     rollout["engine_options"] = {"urls": urls, "lost_s": 120.0}
   options["rollout"] = rollout
-  shared = {"num_iterations": 2, "beta": 0.05, "pass_threshold": 0.5}
+  shared: dict[str, Any] = {"num_iterations": 2, "beta": 0.05, "pass_threshold": 0.5}
+  if job.endswith(CURRICULUM):
+    job = job.removesuffix(CURRICULUM)
+    shared["curriculum"] = CurriculumConfig(easy_from=0.5, hard_chance=0.5)
   if job == "ppo":
     cluster = clusters.cluster(
       actor(),
@@ -114,11 +121,17 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     )
   if job == "lagged":
     options |= {"schedule": "lagged", "lag": 2}
+  reward: Any = clusters.even
+  if job == "judged":  # by the server of TUNIX_JUDGE_URL
+    prompt = folder / "judge.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    prompt.write_text("{prompt}\n{completion}")
+    reward = Judge(str(prompt), model="m", cache=str(folder / "judges"))
   # A LoRA's reference is its base.
   models = {} if job == "grpo-lora" else {"reference": actor(job)}
   cluster = clusters.cluster(actor(job), **models, **options)
   config = GRPOConfig(num_generations=4, **shared)
-  return GRPOLearner(cluster, config, clusters.even, data_shuffle_seed=1)
+  return GRPOLearner(cluster, config, reward, data_shuffle_seed=1)
 
 
 def main() -> None:
@@ -135,7 +148,10 @@ def main() -> None:
   with mesh:
     made = learner(job, folder)
     print(f"starts from step {made.train_steps}", flush=True)
-    made.train(clusters.prompts(40), clusters.prompts(2, seed=9))
+    # A curriculum needs prompts that come again.
+    known = clusters.prompts(3) * 20
+    data = known if job.endswith(CURRICULUM) else clusters.prompts(40)
+    made.train(data, clusters.prompts(2, seed=9))
     made.close()
 
 

@@ -4,12 +4,15 @@ import random
 import signal
 import sys
 import time
+import zlib
 
 import pytest
 
 from tests import drills
 from tests.rl import drill_worker, kill_matrix
+from tests.rl.reward import judge_server
 from tests.rl.rollout.hosts import HostProcess
+from tunix.rl.reward.judge import Judge
 from tunix.rl.schedules import journal
 
 
@@ -68,6 +71,32 @@ def test_killed_greedy_runs_lose_nothing_and_are_replayed(
   kill_matrix.check_journal(folder)
   drill.finish(tmp_path / "replay_run", fork=False)
   assert drill.digest(tmp_path / "replay_run") == drill.digest(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 8])
+def test_killed_runs_ask_a_judge_nothing_twice(tmp_path, kills, monkeypatch):
+  """A judge that is asked again changes its mind, and then the bytes would differ."""
+  folder, dice, kept = tmp_path / "cut", random.Random(kills), set()
+
+  def verdict(question, _):
+    score = zlib.crc32(question.encode()) % 10 + 1
+    time.sleep(0.002)  # so that kills come between the answers of a batch
+    return f"Verdict: {11 - score if question in kept else score}"
+
+  with judge_server.serving(verdict) as server:
+    monkeypatch.setenv("TUNIX_JUDGE_URL", server.url)
+    command = [sys.executable, "-m", "tests.rl.drill_worker", "judged"]
+    drill = drills.KillDrill(command=lambda folder: [*command, str(folder)])
+    drill.finish(tmp_path / "whole", fork=False)
+    for _ in range(kills):
+      assert drill.interrupt(folder, after_saves=1, delay=dice.uniform(0.0, 0.7))
+      judge = Judge(str(folder / "judge.txt"), model="m", cache=str(folder / "judges"))
+      kept |= {q for q in server.questions if judge.asker._kept.get(q)}
+    asked = len(server.questions)
+    assert drill.finish(folder) > 0
+    assert kept.isdisjoint(server.questions[asked:])
+  assert drill.digest(folder) == drill.digest(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from tunix.rl.schedules import journal
 # Of drill_worker.py.
 JOBS = (
   *("grpo", "grpo-env", "lagged", "lagged-env", "greedy", "greedy-env"),
+  *("lagged-curriculum", "greedy-curriculum"),
   "greedy-env-hosts",  # of which some are killed too
 )
 HEARTBEAT_S = 10

@@ -2,7 +2,7 @@
 
 `python -m tests.rl.learning grpo --lags 0 1 4 --seeds 0 1 2 --rate 1e-4 --iterations 1
 --stop 60` compares schedules: with lag 4 batches are sampled four steps ahead of their
-update.
+update. `--center 8` adds score centering, and `--kind off` leaves the correction out.
 
     37+48=     85
 
@@ -19,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import optax
@@ -30,6 +31,7 @@ from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
+from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import ClusterConfig, RLTrainingConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
@@ -91,25 +93,25 @@ def supervised(tokenizer: TokenizerAdapter) -> Iterator[dict[str, np.ndarray]]:
     yield batch
 
 
-def half_taught(folder: pathlib.Path) -> pathlib.Path:
-  """A model that has about half of the sums right, written to `folder`."""
+def half_taught(
+  folder: pathlib.Path, lesson: Any = supervised, **sizes: int
+) -> pathlib.Path:
+  """A model that has about half of the sums right, written to `folder`.
+
+  `lesson(tokenizer)` yields what it is taught with; `sizes` are those of the model.
+  """
   tokenizer = make_tokenizer()
-  config = ModelConfig(
-    num_layers=4,
-    vocab_size=tokenizer.vocab_size,
-    embed_dim=128,
-    hidden_dim=384,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rope=RopeConfig(theta=1e6),
-  )
+  usual: dict[str, Any] = {
+    **{"num_layers": 4, "embed_dim": 128, "hidden_dim": 384, "num_heads": 4},
+    **{"num_kv_heads": 2, "head_dim": 32, "rope": RopeConfig(theta=1e6)},
+  }
+  config = ModelConfig(vocab_size=tokenizer.vocab_size, **usual | sizes)
   trainer = PeftTrainer(
     AutoModel.from_config(config, seed=0),
     optimizers.adamw(1e-3, weight_decay=0.01),
     TrainingConfig(max_steps=TAUGHT_STEPS, pbar_description=None),
   )
-  trainer.train(supervised(tokenizer))
+  trainer.train(lesson(tokenizer))
   roles = {"bos": tokenizer.bos_id(), "eos": tokenizer.eos_id()}
   roles["pad"] = tokenizer.pad_id()
   ids = {f"{role}_token_id": number for role, number in roles.items()}
@@ -127,12 +129,17 @@ def rewards(
   rate: float | None = None,
   iterations: int | None = None,
   stop: int = STEPS,
+  center: int = 0,
+  kind: str | None = None,
 ) -> list[float]:
   """Mean reward of the rollouts of every step, of which `stop` are made."""
   learner, config, usual = ALGORITHMS[name]
   rate = usual if rate is None else rate
   if iterations is not None:
     config = dataclasses.replace(config, num_iterations=iterations)
+  if kind is not None:
+    rule = RolloutCorrection(kind=kind)
+    config = dataclasses.replace(config, rollout_correction=rule)
   updates = STEPS * UPDATES * config.num_iterations
   schedule = optax.warmup_cosine_decay_schedule(0.0, rate, WARMUP, updates)
   actor = AutoModel.from_pretrained(model)
@@ -152,7 +159,10 @@ def rewards(
         **({"schedule": "lagged", "lag": lag} if lag else {}),
       ),
       rollout_config=RolloutConfig(
-        max_prompt_length=PROMPT_LENGTH, max_tokens_to_generate=ANSWER_LENGTH, seed=seed
+        max_prompt_length=PROMPT_LENGTH,
+        max_tokens_to_generate=ANSWER_LENGTH,
+        seed=seed,
+        center_scores=center,
       ),
     ),
   )
@@ -185,7 +195,11 @@ def marks(curve: list[float]) -> list[float]:
   return [round(float(np.mean(curve[end - 10 : end])), 3) for end in ends]
 
 
-def plot(curves: dict[str, list[list[float]]], file: pathlib.Path) -> None:
+def plot(
+  curves: dict[str, list[list[float]]],
+  file: pathlib.Path,
+  ylim: tuple[float, float] = (0.4, 1.0),
+) -> None:
   """Means over ten batches of rollouts, and the band of the seeds; DAPO draws more than
   one batch a step."""
   import matplotlib
@@ -205,7 +219,7 @@ def plot(curves: dict[str, list[list[float]]], file: pathlib.Path) -> None:
       axes.fill_between(
         x, means.min(0), means.max(0), color=line.get_color(), alpha=0.2
       )
-  axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=(0.4, 1.0))
+  axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=ylim)
   axes.grid(alpha=0.3)
   axes.legend(ncols=2, frameon=False)
   figure.savefig(file, dpi=110)
@@ -221,6 +235,8 @@ def main() -> None:
   options.add_argument("--rate", type=float, help="of learning; else the algorithm's")
   options.add_argument("--iterations", type=int, help="updates on the same rollouts")
   options.add_argument("--stop", type=int, default=STEPS, help="steps to make")
+  options.add_argument("--center", type=int, default=0, help="center_scores")
+  options.add_argument("--kind", help="of the correction")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
@@ -236,6 +252,8 @@ def main() -> None:
         rate=given.rate,
         iterations=given.iterations,
         stop=given.stop,
+        center=given.center,
+        kind=given.kind,
       )
       label = f"{name}, lag {lag}" if lag else name
       curves.setdefault(label, []).append(curve)

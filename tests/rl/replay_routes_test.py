@@ -84,8 +84,9 @@ def test_the_actor_scores_with_the_recorded_experts_and_a_reference_with_its_own
   [(1, None), pytest.param(2, toy_envs.Echo, marks=pytest.mark.slow)],
 )
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, lag, env):
+  rollout = REPLAY | {"center_scores": 3}
   made = lambda folder: schedule_test.learner(
-    lag, folder, env=env, actor=actor(num_layers=1), rollout=REPLAY
+    lag, folder, env=env, actor=actor(num_layers=1), rollout=rollout
   )
   whole = made(tmp_path / "whole")
   whole.train(data(3))
@@ -102,6 +103,9 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, lag, env):
   for a, b in zip(trained(resumed), trained(whole)[1:], strict=True):
     np.testing.assert_array_equal(a.completion_routes, b.completion_routes)
     np.testing.assert_array_equal(a.prompt_routes, b.prompt_routes)
+    np.testing.assert_array_equal(a.head_probs, b.head_probs)
+    assert a.head_probs[a.completion_mask].any(1).all()
+  assert 0 < history(resumed, "score_centering/head")[0] < 1
   resumed.close()
 
 

@@ -24,6 +24,7 @@ from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.best import BestOptions
@@ -149,10 +150,22 @@ def test_max_steps_ends_inside_a_batch():
   assert learner.train_steps == 4
 
 
-def test_resume_is_exact(tmp_path):
+@pytest.mark.parametrize(
+  "algorithm",
+  [
+    {"num_iterations": 2},
+    # Prompts wait from step to step, because half of the new ones are skipped.
+    {
+      "curriculum": CurriculumConfig(easy_from=0.5, hard_chance=0.5),
+      "pass_threshold": 0.5,
+    },
+  ],
+  ids=["plain", "curriculum"],
+)
+def test_resume_is_exact(tmp_path, algorithm):
   def make(folder, **options):
     return clusters.grpo(
-      {"num_iterations": 2},
+      {"num_iterations": 2, **algorithm},
       checkpoint_root_directory=str(tmp_path / folder / "ckpt"),
       checkpointing_options=CheckpointOptions(save_every_n_steps=2),
       metrics_logging_options=MetricsLoggerOptions(tmp_path / folder / "logs"),
@@ -161,15 +174,17 @@ def test_resume_is_exact(tmp_path):
       **options,
     )
 
-  whole = make("whole")
-  whole.train(clusters.prompts(4))
+  # The same prompts again and again, so that a curriculum knows them.
+  data = clusters.prompts(2) * 4
+  whole = make("whole", max_steps=16)
+  whole.train(data)
   whole.close()
   cut = make("cut", max_steps=8)
-  cut.train(clusters.prompts(4))
+  cut.train(data)
   cut.close()
-  again = make("cut")
+  again = make("cut", max_steps=16)
   assert again.train_steps == 8
-  again.train(clusters.prompts(4))
+  again.train(data)
   again.close()
   assert same(weights(whole), weights(again))
   lines = [

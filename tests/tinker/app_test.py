@@ -120,7 +120,10 @@ def test_json_bodies_and_results(clients):
   sent = ann.post("forward_backward", **body(model, 4, "custom"))
   failed = ann.result(sent.json()["request_id"])
   assert failed["category"] == "user" and "which this service" in failed["error"]
-  waiting = ann.post("optim_step", model_id=model, seq_id=6, adam_params={}).json()
+  dimuon = {"type": "dimuon", "learning_rate": 0.1}
+  sent = ann.post("optim_step", model_id=model, seq_id=5, optimizer_params=dimuon)
+  assert "'dimuon'" in ann.result(sent.json()["request_id"])["error"]
+  waiting = ann.post("optim_step", model_id=model, seq_id=7, adam_params={}).json()
   found = ann.post("retrieve_future", request_id=waiting["request_id"]).json()
   assert (found["type"], found["queue_state"]) == ("try_again", "active")
   runs = ann("GET", "training_runs?limit=1").json()

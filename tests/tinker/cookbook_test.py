@@ -29,15 +29,20 @@ def url(tmp_path_factory):
   if found.returncode:
     pytest.skip("tinker-cookbook is not installed; TUNIX_COOKBOOK_PYTHON names another")
   root = tmp_path_factory.mktemp("tinker")
-  with server(root, name=MODEL, max_tokens=1024, lora_alpha=8.0) as (url, _):
+  with server(root, name=MODEL, max_tokens=4096, lora_alpha=8.0) as (url, _):
     yield url
 
 
-def run(name, url, log, steps):
+def run(name, url, log, steps, *loss):
   """Runs a loop; returns the metrics of its steps, and its checkpoints."""
   done = subprocess.run(
-    [PYTHON, LOOPS, name, MODEL, url, log, str(steps)],
-    env={**os.environ, "TINKER_API_KEY": KEY, "PYTHONPATH": ""},
+    [PYTHON, LOOPS, name, MODEL, url, log, str(steps), *loss],
+    env={
+      **os.environ,
+      "TINKER_API_KEY": KEY,
+      "TINKER_BASE_URL": url,  # of the grader, whose address is no option
+      "PYTHONPATH": "",
+    },
     capture_output=True,
     text=True,
     timeout=300,
@@ -59,9 +64,17 @@ def test_the_supervised_loop(url, tmp_path):
   assert [x["train_mean_nll"] for x in again] == losses[2:3]
 
 
-def test_the_loop_of_reinforcement_learning(url, tmp_path):
-  metrics, checkpoints = run("rl_loop", url, tmp_path, 8)
+@pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
+def test_the_loop_of_reinforcement_learning(url, tmp_path, loss):
+  metrics, checkpoints = run("rl_loop", url, tmp_path, 8, loss)
   rewards = [x["reward/total"] for x in metrics]
   assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
   assert all(x["grad_norm"] > 0 for x in metrics)
   assert checkpoints[-1]["name"] == "final"
+
+
+def test_the_recipe_with_a_rubric(url, tmp_path):
+  metrics, checkpoints = run("rubric", url, tmp_path, 2, "cispo")
+  norms = [x["grad_norm"] for x in metrics if "grad_norm" in x]
+  assert len(norms) == 2 and max(norms) > 0, metrics
+  assert [x["name"] for x in checkpoints] == ["000002", "final"]

@@ -74,6 +74,39 @@ def test_the_supervised_loop_equals_the_client_in_the_process(served):
   assert losses == theirs
 
 
+def test_gspo_and_several_targets(served):
+  _, _, client = served
+  trainer = client.create_lora_training_client("toy", rank=4, seed=3).result()
+  tokens = tinker.ModelInput.from_ints([5, 6, 7])
+  of = lambda **inputs: [tinker.Datum(tokens, inputs)]
+  logps = lambda out: out.loss_fn_outputs[0]["logprobs"].to_numpy()
+  columns = [
+    logps(trainer.forward(of(target_tokens=np.array(x)), "cross_entropy").result())
+    for x in ([1, 2, 3], [4, 0, 9])
+  ]
+  ids, weights = (
+    np.array([[1, 4], [2, 0], [3, 9]]),
+    np.float32([[1, 2], [0, 3], [2, 0]]),
+  )
+  # The weights as the SDK sends a torch tensor [N, K]: four of six values are listed.
+  sparse = tinker.TensorData(
+    data=[1, 2, 3, 2],
+    dtype="float32",
+    shape=[3, 2],
+    sparse_crow_indices=[0, 2, 3, 4],
+    sparse_col_indices=[0, 1, 1, 0],
+  )
+  out = trainer.forward(of(target_tokens=ids, weights=sparse), "cross_entropy").result()
+  np.testing.assert_allclose(logps(out), np.stack(columns, -1), atol=1e-5)
+  expected = -np.sum(weights * np.stack(columns, -1))
+  np.testing.assert_allclose(out.metrics["loss:sum"], expected, rtol=1e-5)
+  mask, gains = np.float32([0, 1, 1]), np.float32([0, 1, 2])
+  given = {"advantages": gains, "logprobs": columns[0] - np.float32([9, 0.2, 0.4])}
+  given |= {"target_tokens": np.array([1, 2, 3]), "sequence_ratio_mask": mask}
+  out = trainer.forward(of(**given), "gspo", {"clip_high_threshold": 2.0}).result()
+  np.testing.assert_allclose(out.metrics["loss:sum"], -3 * np.exp(0.3), rtol=1e-5)
+
+
 def test_chunks_arrive_in_any_order_and_forward_passes_change_nothing(served):
   _, _, client = served
   whole = client.create_lora_training_client("toy", rank=2, seed=0).result()

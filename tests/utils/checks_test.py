@@ -45,20 +45,23 @@ _REQUIRED = {
   "ChatOptions": {"model": "m"},
   "EvalOptions": {"model": "m", "prompts": "a", "temperature": 1.0},
   "ServeOptions": {"model": "m"},
+  "JudgeModel": {"model": "m", "url": "http://127.0.0.1:9/v1"},
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2
 ) | {"vocab_size": 8, "head_dim": 8}  # Qwen3.5 rotates a quarter of a head
 # Values of ours, which no user writes, and what only jobs of a name are made of.
-_NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source"}
+_NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source", "Taught"}
 _NOT_SETTINGS |= {"RunSettings", "StreamRun", "RLRun", "PreferenceRun"}
 _NOT_SETTINGS |= {"Position", "Progress", "LearnerProgress", "Part"}
+_NOT_SETTINGS |= {"Asking", "Judge", "PairJudge", "Rubric"}  # numbers of JudgeModel
 # Below 0 there is a number of each of these; they are not a count, a size or a share.
 _SIGNED = {
   "priority",
   "pass_threshold",
   "length_penalty",
   "norm_offset",
+  "success_threshold",
   "start",
   "soft",
   "end",

@@ -43,10 +43,17 @@ PROMPT_COLUMN = "prompts"
 # Column with the token ids of prompts whose text, tokenized, would begin with another
 # BOS: a chat template that prints no BOS, of a tokenizer that has one.
 PROMPT_IDS_COLUMN = "prompt_token_ids"
+# Column with prompts before a chat template, where "prompts" has rendered texts.
+RAW_PROMPT_COLUMN = "raw_prompts"
 # Roles of the first turn of a whole conversation.
 _FIRST_ROLES = ("system", "developer", "user")
 # Reward functions receive the completions under these names.
-_RESERVED_COLUMNS = {"completion", "completions", PROMPT_IDS_COLUMN}
+_RESERVED_COLUMNS = {
+  "completion",
+  "completions",
+  PROMPT_IDS_COLUMN,
+  RAW_PROMPT_COLUMN,
+}
 
 
 class Record(NamedTuple):
@@ -56,8 +63,8 @@ class Record(NamedTuple):
     form: name of the form within the record's kind.
     prompt: text or messages; empty if the record has only a completion.
     completions: name -> text or messages.
-    extra: further fields: "margin" (float), "label" (bool), or all columns of
-      PROMPT_ROWS.
+    extra: further fields: "margin" (float), "label" (bool), those of a teacher (see
+      `tunix.data.turns.teacher_prompts`), or all columns of PROMPT_ROWS.
     tools: JSON schemas for the chat template; None if the record has none.
   """
 
@@ -79,6 +86,7 @@ class Kind:
     completions: names of the completions of a record.
     noun: plural noun for the records in reports.
     forms: accepted forms of other libraries.
+    settings: further settings of `read`, as text for digests.
   """
 
   name: str
@@ -87,6 +95,7 @@ class Kind:
   completions: tuple[str, ...] = ("completion",)
   noun: str = "records"
   forms: tuple[foreign.Form, ...] = ()
+  settings: str = ""
 
 
 def read_sft(record: Any, where: str) -> Record:

@@ -17,6 +17,7 @@ from tunix.data import chat as chats, records
 from tunix.data.chat import Rendered
 from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
 from tunix.data.turns.reasoning import Reasoning
+from tunix.data.turns.teacher_prompts import TEACHER_PROMPT
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Text, messages of a chat, or token ids.
@@ -68,7 +69,12 @@ def render_record(
     for number, text in enumerate(texts.values())
     if records.is_empty(text) or number in rendered.empty
   )
-  return rendered._replace(extra=read.extra, empty=empty)
+  extra = dict(read.extra)
+  if TEACHER_PROMPT in extra:
+    options = {name: options[name] for name in ("where", "chat", "template_kwargs")}
+    own = tokenise(extra[TEACHER_PROMPT], [], tokenizer, **options)
+    extra[TEACHER_PROMPT] = own.prompt
+  return rendered._replace(extra=extra, empty=empty)
 
 
 def tokenise(

@@ -27,6 +27,7 @@ import numpy as np
 
 from tunix.data import chat
 from tunix.data.chat import Rendered
+from tunix.data.turns.teacher_prompts import TEACHER, TEACHER_PROMPT
 from tunix.utils import checks
 
 Overlong = Literal["error", "truncate", "drop"]
@@ -107,15 +108,17 @@ class SideBySide:
   Attributes:
     max_prompt_length: tokens of a prompt.
     max_completion_length: tokens of a completion.
+    max_teacher_prompt_length: tokens of a prompt that only a teacher reads; None if
+      records have none.
   """
 
   max_prompt_length: int
   max_completion_length: int
+  max_teacher_prompt_length: int | None = None
 
   def __post_init__(self):
-    checks.fields(
-      self, max_prompt_length=checks.COUNT, max_completion_length=checks.COUNT
-    )
+    names = [field.name for field in dataclasses.fields(self)]
+    checks.fields(self, **dict.fromkeys(names, checks.COUNT))
 
   def why_dropped(self, names: Sequence[str]) -> str:
     """Returns why all records were dropped, and the remedy."""
@@ -130,15 +133,29 @@ class SideBySide:
   def fit(
     self, rendered: Rendered, overlong: Overlong, bos_id: int | None
   ) -> Rendered | None:
-    """Cuts or drops a record that is too long, see `fit_apart`."""
+    """Cuts or drops a record that is too long, see `fit_apart`.
+
+    A teacher's prompt is never cut: a part of it is another hint. "truncate" drops it.
+    """
     limits = dataclasses.asdict(self)
-    return fit_apart(rendered, **limits, overlong=overlong, bos_id=bos_id)
+    limit = limits.pop("max_teacher_prompt_length")
+    length = len(rendered.extra.get(TEACHER_PROMPT, ()))
+    if limit is None or length <= limit:
+      return fit_apart(rendered, **limits, overlong=overlong, bos_id=bos_id)
+    if overlong != "error":
+      return None
+    raise ValueError(
+      f"the prompt of the teacher has {length} tokens and max_teacher_prompt_length is "
+      f'{limit}; raise it, or set overlong to "drop"'
+    )
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
     """Returns the number of tokens of each part that has a limit."""
     lengths = {"prompt": len(rendered.prompt)}
     if rendered.completions:
       lengths["completion"] = max(map(len, rendered.completions))
+    if TEACHER_PROMPT in rendered.extra:
+      lengths["teacher prompt"] = len(rendered.extra[TEACHER_PROMPT])
     return lengths
 
   def tokens(self, rendered: Rendered) -> int:
@@ -180,7 +197,8 @@ class SideBySide:
     Returns:
       int32 arrays `prompt_ids`, `prompt_mask` [B, P], and `NAME_ids`, `NAME_mask` [B,
       C] for every completion NAME. `labels` bool [B], or `margins` float32 [B], if the
-      records have them. `weights` float32 [B], 0 in rows of padding.
+      records have them; also `teacher_prompt_ids`, `teacher_prompt_mask` [B, Q] and
+      `teacher` int32 [B]. `weights` float32 [B], 0 in rows of padding.
 
     Raises:
       ValueError: some records have a margin and others none.
@@ -191,6 +209,15 @@ class SideBySide:
     # Rows of padding get one prompt token, because a row without a token would have no
     # key to attend to, and its softmax would be NaN.
     batch["prompt_mask"][len(part) :, -1] = 1
+    if self.max_teacher_prompt_length is not None:
+      own = [row.extra[TEACHER_PROMPT] for row in part]
+      own += [np.zeros(0, np.int32)] * missing
+      names = ("teacher_prompt_ids", "teacher_prompt_mask")
+      padded = stack_prompts(own, self.max_teacher_prompt_length, pad_id)
+      batch |= dict(zip(names, padded))
+    if any(TEACHER in row.extra for row in elements):
+      numbers = [row.extra[TEACHER] for row in part] + [0] * missing
+      batch[TEACHER] = np.asarray(numbers, np.int32)
     batch["weights"] = np.asarray([1.0] * len(part) + [0.0] * missing, np.float32)
     if any("label" in row.extra for row in elements):
       batch["labels"] = np.asarray(

@@ -42,6 +42,7 @@ _LIMITS = {
   "record": "max_length",
   "prompt": "max_prompt_length",
   "completion": "max_completion_length",
+  "teacher prompt": "max_teacher_prompt_length",
 }
 
 
@@ -67,12 +68,14 @@ class Widths:
   @property
   def tokens(self) -> int:
     """Tokens of the widest row; a prompt with a completion is one row."""
-    return sum(dataclasses.astuple(self.layout))
+    return sum(_row_limits(self.layout))
 
   def __str__(self) -> str:
     if isinstance(self.layout, SideBySide) and self.rows is None:
-      prompt, completion = dataclasses.astuple(self.layout)
-      return f"{prompt:,} tokens for the prompt and {completion:,} for a completion"
+      prompt, completion = _row_limits(self.layout)
+      text = f"{prompt:,} tokens for the prompt and {completion:,} for a completion"
+      own = self.layout.max_teacher_prompt_length
+      return text if own is None else f"{text}; {own:,} for the prompt of the teacher"
     assert self.padding is not None
     lengths = [f"{length:,}" for length in self.lengths]
     text = " or ".join(filter(None, (", ".join(lengths[:-1]), lengths[-1])))
@@ -262,4 +265,14 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
   }
   narrow = dataclasses.replace(layout, **widths)
   # The limit of one part need not divide: only the sum of both does.
-  return layout if sum(dataclasses.astuple(narrow)) % shards else narrow
+  rows = [sum(_row_limits(narrow))]
+  if (own := getattr(narrow, "max_teacher_prompt_length", None)) is not None:
+    rows.append(own + narrow.max_completion_length)
+  return layout if any(row % shards for row in rows) else narrow
+
+
+def _row_limits(layout: Any) -> list[int]:
+  """Returns the limits of the parts of a row: a teacher's prompt is in no such row."""
+  limits = dataclasses.asdict(layout)
+  limits.pop("max_teacher_prompt_length", None)
+  return list(limits.values())

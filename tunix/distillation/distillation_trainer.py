@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
@@ -83,10 +83,13 @@ class DistillationTrainer(PeftTrainer):
     ValueError: the vocabularies or tokenizers differ, or see PeftTrainer.
   """
 
+  # Kinds of `teacher_model`.
+  _teachers: ClassVar[tuple[type, ...]] = (nnx.Module, TeacherCache)
+
   def __init__(
     self,
     student_model: nnx.Module,
-    teacher_model: nnx.Module | TeacherCache | None,
+    teacher_model: Any,
     strategy: BaseStrategy,
     optimizer: Any = None,
     training_config: _TrainingConfig | None = None,
@@ -96,7 +99,7 @@ class DistillationTrainer(PeftTrainer):
     perf_tracer: NoopTracer | None = None,
   ):
     base_strategy.check(strategy)
-    _check_models(student_model, teacher_model)
+    _check_models(student_model, teacher_model, self._teachers)
     if tokenizers is not None:
       vocabulary.check_tokenizers(*tokenizers)
     student, teacher = strategy.pre_process_models(student_model, teacher_model)
@@ -215,11 +218,15 @@ class DistillationTrainer(PeftTrainer):
       )
     if isinstance(teacher, TeacherCache):
       return teacher.look_up(self._loss.input_fn(batch))
-    axes = self.training_config.data_sharding_axis
-    out = inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
+    out = self._score(teacher, batch)
     # On a mesh, the step places the teacher's output like the rest of the batch.
     device = None if self._state.mesh is not None else self._state.devices()[0]
     return jax.tree.map(lambda x: to_device(x, device), out)
+
+  def _score(self, teacher: Any, batch: Any) -> Any:
+    """Returns the teacher's output for a batch, on the teacher's devices."""
+    axes = self.training_config.data_sharding_axis
+    return inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
 
   def _make_teacher_score(self) -> Callable[..., Any]:
     """Returns the teacher's function; one object, so that JAX compiles it once."""
@@ -236,7 +243,7 @@ def _without_teacher(batch: Any) -> Any:
   return batch
 
 
-def _check_models(student: nnx.Module, teacher: Any) -> None:
+def _check_models(student: nnx.Module, teacher: Any, kinds: tuple[type, ...]) -> None:
   """Checks the types of student and teacher, and that they share no trained weights.
 
   Raises:
@@ -249,14 +256,15 @@ def _check_models(student: nnx.Module, teacher: Any) -> None:
       f"student_model is a {type(student).__name__}, expected an nnx.Module: "
       "DistillationTrainer(student, teacher, strategy, optimizer, training_config)"
     )
-  if teacher is not None and not isinstance(teacher, nnx.Module | TeacherCache):
+  if teacher is not None and not isinstance(teacher, kinds):
+    names = ", ".join(kind.__name__ for kind in kinds)
     raise TypeError(
-      f"teacher_model is a {type(teacher).__name__}, expected an nnx.Module, a "
-      "TeacherCache, or None with batches that have teacher_output"
+      f"teacher_model is a {type(teacher).__name__}, expected one of {names}, or None "
+      "with batches that have teacher_output"
     )
-  if not isinstance(teacher, nnx.Module):
-    return
-  if share_variables(trained_variables(student).values(), teacher):
+  models = getattr(teacher, "models", {"": teacher}).values()
+  shared = trained_variables(student).values()
+  if any(isinstance(m, nnx.Module) and share_variables(shared, m) for m in models):
     raise ValueError(
       "student_model and teacher_model are one object or share trained Variables, so "
       "that the teacher would change with the student: pass nnx.clone(student), load "

@@ -5,12 +5,18 @@ step, and is trained on them as on any other rows. With `LogitStrategy(divergenc
 beta=..., alpha=1.0)` this is GKD (arXiv:2306.13649), whose lambda is
 `on_policy_fraction`. `PolicyGradientStrategy` computes the reverse KL by its policy
 gradient.
+
+The teacher may read another prompt than the student, which has more to say. With the
+student as that teacher this is self-distillation, see `teachers.SelfTeacher`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,12 +24,19 @@ from flax import nnx
 
 from tunix.data import render, rows
 from tunix.data.chat import Rendered
+from tunix.distillation import prompts as prompts_lib
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.prompts import Prompts as Prompts
 from tunix.distillation.strategies.base_strategy import BaseStrategy
+from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
+from tunix.distillation.teacher_cache import TeacherCache
+from tunix.distillation.teachers import SelfTeacher, Teachers
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine_sampler import sampler_of
 from tunix.perf.trace import NoopTracer
+from tunix.sft import averages
+from tunix.sft.loop import trainer_arguments
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.utils import checks, mesh as mesh_lib
@@ -43,6 +56,9 @@ class OnPolicyConfig(SamplingParams, TrainingConfig):
     on_policy_fraction: probability that the student samples the completions of a step
       (GKD's lambda). The other steps use the completions of the batch.
     sampling_temperature: the rule `temperature` of `SamplingParams`, above 0.
+    max_teacher_prompt_length: largest number of tokens of a prompt that only the
+      teacher reads; None: no such prompts. A longer one is an error, because a part of
+      it would be another hint.
     seed: seed of all samples. They depend only on the seed and the step, so that a
       resumed run samples the same completions.
   """
@@ -50,6 +66,7 @@ class OnPolicyConfig(SamplingParams, TrainingConfig):
   max_prompt_length: int
   max_completion_length: int
   on_policy_fraction: float = 1.0
+  max_teacher_prompt_length: int | None = None
   sampling_temperature: float = 1.0
   temperature: float = dataclasses.field(init=False, default=1.0)
   seed: int = 0
@@ -62,25 +79,12 @@ class OnPolicyConfig(SamplingParams, TrainingConfig):
       self,
       max_prompt_length=checks.COUNT,
       max_completion_length=checks.COUNT,
+      max_teacher_prompt_length=checks.COUNT,
       on_policy_fraction=checks.SHARE,
       # At temperature 0 the completions would not be samples of the student.
       sampling_temperature=checks.POSITIVE,
     )
     SamplingParams.__post_init__(self)
-
-
-class Prompts(NamedTuple):
-  """A batch of prompts in the layout of `data.rows.columns`; completions are optional.
-
-  Attributes:
-    prompt_ids, prompt_mask: int32 [B, P], padded on the left.
-    completion_ids, completion_mask: int32 [B, C], padded on the right, or None.
-  """
-
-  prompt_ids: np.ndarray
-  prompt_mask: np.ndarray
-  completion_ids: np.ndarray | None = None
-  completion_mask: np.ndarray | None = None
 
 
 class OnPolicyDistillationTrainer(DistillationTrainer):
@@ -92,8 +96,12 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   end; ids are used unchanged. Evaluations use the completions of their batches, or
   sample them if there are none.
 
+  If the batch has "teacher_prompts", texts or ids, the teacher reads them in place of
+  the prompts, before the same completions. With `Teachers` a batch has "teachers".
+
   Args:
-    student_model, teacher_model, strategy, optimizer: see DistillationTrainer.
+    student_model, strategy, optimizer: see DistillationTrainer.
+    teacher_model: see DistillationTrainer; or a SelfTeacher, or Teachers.
     training_config: an OnPolicyConfig.
     metrics_logger, perf_tracer: see DistillationTrainer.
     tokenizer: tokenizer of both models: a TokenizerAdapter, or a tokenizer that one can
@@ -103,13 +111,16 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   Raises:
     TypeError: `training_config` is not an OnPolicyConfig.
     ValueError: a PolicyGradientStrategy gets tokens that are not samples of the
-      student's distribution, or see DistillationTrainer.
+      student's distribution, a SelfTeacher has no prompts of its own, or see
+      DistillationTrainer.
   """
+
+  _teachers = (nnx.Module, TeacherCache, SelfTeacher, Teachers)
 
   def __init__(
     self,
     student_model: nnx.Module,
-    teacher_model: nnx.Module,
+    teacher_model: Any,
     strategy: BaseStrategy,
     optimizer: Any = None,
     training_config: OnPolicyConfig | None = None,
@@ -125,6 +136,10 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         "OnPolicyConfig(max_prompt_length=..., max_completion_length=...)"
       )
     _check_policy(strategy, training_config)
+    _check_teacher(teacher_model, strategy, training_config)
+    if isinstance(teacher_model, SelfTeacher) and teacher_model.weights == "average":
+      own = trainer_arguments.resolve_optimizer(optimizer, training_config)
+      optimizer = averages.averaging(own, teacher_model.rate)
     self.on_policy = training_config
     self._limits = rows.SideBySide(
       max_prompt_length=training_config.max_prompt_length,
@@ -162,7 +177,35 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       )
     pairs = enumerate(zip(prompts, completions))
     rendered = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
-    return Prompts(**rows.columns(rendered, names, self._limits, pad_id=0))
+    columns = rows.columns(rendered, names, self._limits, pad_id=0)
+    return Prompts(**columns, **self._teacher_fields(fields, len(prompts)))
+
+  def _teacher_fields(self, fields: Any, count: int) -> dict[str, np.ndarray]:
+    """Returns the arrays of a batch that only the teacher reads."""
+    out: dict[str, np.ndarray] = {}
+    if not self._needs_teacher:
+      return out
+    if isinstance(self.teacher_model, Teachers):
+      out["teacher"] = self.teacher_model.numbers(fields.get("teachers"), count)
+    limit = self.on_policy.max_teacher_prompt_length
+    prompts = fields.get("teacher_prompts")
+    if (limit is None) != (prompts is None) or len(prompts or ()) not in (0, count):
+      found = "no" if prompts is None else len(prompts)
+      raise ValueError(
+        f"the batch has {count} prompts and {found} teacher_prompts, and "
+        f"max_teacher_prompt_length is {limit}: set both, with one for each prompt, or "
+        "neither"
+      )
+    if limit is None or prompts is None:
+      return out
+    ids = [np.asarray(self.sampler.tokenize(prompt), np.int32) for prompt in prompts]
+    if (longest := max(map(len, ids))) > limit:
+      raise ValueError(
+        f"a prompt of the teacher has {longest} tokens and max_teacher_prompt_length "
+        f"is {limit}. Raise it, or leave the row out"
+      )
+    names = ("teacher_prompt_ids", "teacher_prompt_mask")
+    return out | dict(zip(names, rows.stack_prompts(ids, limit, 0)))
 
   def _prepare_inputs(self, batch: Prompts) -> Prompts:
     return batch  # the teacher scores it in _prepare_window, with its completions
@@ -188,8 +231,48 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       if is_sampled:
         batch = self._sampled(batch, step, first)
       first += len(batch.prompt_ids)
-      out.append(super()._prepare_inputs(_joined(batch)))
+      out.append(super()._prepare_inputs(self._taught(batch)))
     return super()._prepare_window(out)
+
+  def _taught(self, batch: Prompts) -> dict[str, Any]:
+    """Returns the rows, with the output of a teacher that reads other rows."""
+    rows_of = prompts_lib.joined(batch)
+    seen = prompts_lib.seen_by_teacher(batch)
+    if seen is None or not self._needs_teacher:
+      return rows_of
+    return rows_of | {"teacher_output": self._teacher_output(seen)}
+
+  @property
+  def _needs_teacher(self) -> bool:
+    return not self._evaluating or self.strategy.evaluates_with_teacher
+
+  def _score(self, teacher: Any, batch: Any) -> Any:
+    if isinstance(teacher, SelfTeacher):
+      is_average = teacher.weights == "average"
+      return super()._score(self._state.merged(average=is_average), batch)
+    if not isinstance(teacher, Teachers):
+      return super()._score(teacher, batch)
+    rest, outs = dict(batch), []
+    numbers = rest.pop(prompts_lib.TEACHER)
+    for number, model in enumerate(teacher.models.values()):
+      own = numbers == number
+      # Several processes run every program together.
+      if own.any() or jax.process_count() > 1:
+        outs.append(super()._score(model, rest | {prompts_lib.OWN: own}))
+    return functools.reduce(functools.partial(jax.tree.map, operator.add), outs)
+
+  def _make_teacher_score(self) -> Callable[..., Any]:
+    score = super()._make_teacher_score()
+
+    def placed(model: nnx.Module, batch: Any) -> Any:
+      if not isinstance(batch, Mapping):
+        return score(model, batch)
+      names = (prompts_lib.PLACES, prompts_lib.OWN)
+      given = {name: batch[name] for name in names if name in batch}
+      out = score(model, {k: x for k, x in batch.items() if k not in given})
+      return jax.tree.map(functools.partial(prompts_lib.selected, **given), out)
+
+    return placed
 
   def _is_sampled(self, step: int, batches: list[Prompts]) -> bool:
     """Returns True if the student samples the completions of this step."""
@@ -228,22 +311,6 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     return batch._replace(completion_ids=ids, completion_mask=mask)
 
 
-def _joined(batch: Prompts) -> dict[str, np.ndarray]:
-  """Returns the tokens of each row without gaps; the completion is trained.
-
-  Prompts are padded on the left and completions on the right. A stable sort by padding
-  moves the tokens of both to the front of the row and keeps their order.
-  """
-  assert batch.completion_ids is not None and batch.completion_mask is not None
-  mask = np.concatenate([batch.prompt_mask, batch.completion_mask], axis=1)
-  ids = mask * np.concatenate([batch.prompt_ids, batch.completion_ids], axis=1)
-  trained = mask.copy()
-  trained[:, : batch.prompt_ids.shape[1]] = 0
-  tokens_first = np.argsort(mask == 0, axis=1, kind="stable")
-  move = lambda x: np.take_along_axis(x, tokens_first, axis=1)
-  return {"input_tokens": move(ids), "input_mask": move(trained)}
-
-
 def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
   if not isinstance(strategy, PolicyGradientStrategy):
     return
@@ -255,4 +322,26 @@ def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
       f"on_policy_fraction={drawn[0]}, sampling_temperature={drawn[1]}{filters}: its "
       "gradient is correct only for tokens sampled from the student's distribution at "
       "that temperature; set the fraction to 1, the temperatures equal, and no filter"
+    )
+
+
+def _check_teacher(teacher: Any, strategy: Any, config: OnPolicyConfig) -> None:
+  """Refuses a teacher or a prompt of its own that the strategy cannot use."""
+  has_prompts = config.max_teacher_prompt_length is not None
+  if isinstance(teacher, SelfTeacher) and not has_prompts:
+    raise ValueError(
+      "teacher_model is a SelfTeacher and max_teacher_prompt_length None, so that it "
+      "reads what the student reads. Set it, and add teacher_prompts to the batches"
+    )
+  if isinstance(teacher, TeacherCache) and has_prompts:
+    raise ValueError(
+      "teacher_model is a TeacherCache and max_teacher_prompt_length is set: a cache "
+      "has no rows with other prompts. Give the teacher's model"
+    )
+  moves = has_prompts or isinstance(teacher, SelfTeacher | Teachers)
+  if moves and not isinstance(strategy, LogitStrategy | PolicyGradientStrategy):
+    raise ValueError(
+      f"strategy is {type(strategy).__name__} and the teacher has prompts of its own, "
+      "or is a SelfTeacher or Teachers. Use LogitStrategy or PolicyGradientStrategy, "
+      "whose outputs belong to single tokens"
     )

@@ -109,6 +109,7 @@ class EngineSampler(BaseSampler):
       cache and its copy of the weights, and a prompt that begins as an earlier one is
       prefilled from there on. If False, each call reads the current weights and leaves
       nothing on the device, and its results depend on no earlier call.
+    record_head: see `EngineConfig`.
 
   Attributes:
     transformer, cache_config, gather_weights: as given.
@@ -126,6 +127,7 @@ class EngineSampler(BaseSampler):
     *,
     slots: int | None = None,
     frozen: bool = False,
+    record_head: int = 0,
   ):
     super().__init__(tokenizer)
     # It checks the arguments, too.
@@ -133,7 +135,7 @@ class EngineSampler(BaseSampler):
     self.transformer = transformer
     self.cache_config = cache_config
     self.gather_weights: GatherWeights = gather_weights
-    self._slots, self._frozen = slots, frozen
+    self._slots, self._frozen, self._head = slots, frozen, record_head
     self._engine: Engine | None = None
 
   def _sample(
@@ -266,6 +268,7 @@ class EngineSampler(BaseSampler):
       max_tokens=tokens if positions is None else min(tokens, positions),
       rounds=rounds,
       record_routes=record_routes,
+      record_head=self._head,
     )
 
   def _ready_for(self, config: EngineConfig) -> Engine:

@@ -35,10 +35,12 @@ class Scores(NamedTuple):
   Attributes:
     logps: [B, R], log-probability of each token given the tokens before it.
     entropy: [B, R], entropy of the distribution of each token, or None.
+    head: [B, R, k], log-probabilities of `head_ids`, or None.
   """
 
   logps: Any
   entropy: Any
+  head: Any = None
 
 
 def score_completions(
@@ -55,6 +57,7 @@ def score_completions(
   tile_tokens: int | None = None,
   prompt_routes: Any = None,
   completion_routes: Any = None,
+  head_ids: Any = None,
 ) -> Scores:
   """Scores completions under softmax(logits / temperature).
 
@@ -93,6 +96,9 @@ def score_completions(
       in place of its routers' choice; the routers still compute their weights. With a
       `group_size` above 1, prompts use the experts of the first row of their group.
       None: the routers choose.
+    head_ids: int [B, R, k], further tokens to score at the position of each completion
+      token; None for none. They exclude exact mode, and meshes that split the tokens of
+      a row.
 
   Raises:
     ValueError: shapes or options contradict each other, dropout is on in exact mode, or
@@ -104,6 +110,12 @@ def score_completions(
     completion_routes=completion_routes,
   )
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
+  in_place = group_size == 1 and _splits_tokens(model)
+  if head_ids is not None and (in_place or tile_rows is not None):
+    raise ValueError(
+      f"head_ids are given (score centering) and tile_rows is {tile_rows}; expected "
+      "None, and a mesh without an axis cp above 1. Leave head_ids out"
+    )
 
   def scores(model: nnx.Module, states: jax.Array, targets: jax.Array) -> TokenScores:
     with jax.named_scope("unembed"):
@@ -114,7 +126,8 @@ def score_completions(
   def one(model: nnx.Module, rows: Rows) -> Scores:
     # Three paths give the same numbers: for tokens split over devices (`cp`), for
     # groups with a shared prompt, and for plain rows. `_states` has the last two.
-    if group_size == 1 and _splits_tokens(model):
+    scored = jnp.zeros(())
+    if in_place:
       out = _scored_in_place(model, rows, scores, tile_tokens)
     else:
       scored = _states(model, rows, group_size, tile_tokens)
@@ -127,7 +140,12 @@ def score_completions(
       out = scores(model, scored, targets)
     size = rows.completions.shape[1]
     keep = lambda x: jnp.where(rows.completion_mask, x[:, :size], 0.0)
-    return Scores(*jax.tree.map(keep, tuple(out)))
+    found = Scores(*jax.tree.map(keep, tuple(out)))
+    if head_ids is None:
+      return found
+    head = calling.adapt(model).logps_at(scored, head_ids, temperature=temperature)
+    kept = jnp.where(rows.completion_mask[..., None], head, 0.0)
+    return found._replace(head=kept)
 
   return (
     one(model, rows) if tile_rows is None else _by_tiles(model, one, rows, tile_rows)

@@ -26,11 +26,13 @@ class Column(NamedTuple):
     dtype: type of the numbers; None: that of the values.
     saved: its name in JSON; None: it is not saved.
     covers_prompt: True if the tokens of the prompt have it too, before the others.
+    optional: True if JSON leaves it out where it is not known.
   """
 
   dtype: Any
   saved: str | None = None
   covers_prompt: bool = False
+  optional: bool = False
 
 
 def column(dtype: Any, saved: str | None = None, **form: Any) -> Any:
@@ -70,6 +72,9 @@ class Tokens:
     versions: int32 [n], number of the weights that drew each token.
     top_ids, top_logps: int32 and float32 [n, k], the most likely tokens at each
       position, most likely first, and their `logps`.
+    head_ids, head_probs: int32 and float32 [n, k], the most likely tokens of the
+      distribution that each token was drawn from, and their probabilities. An entry of
+      probability 0 is none.
     logits: float32 [n, V], the model's own.
     rewards: float32 [n], the reward of an action at its last token, else 0.
     routes: [T + n, M, k], the experts of the tokens of the prompt and of the others,
@@ -86,6 +91,8 @@ class Tokens:
   versions: np.ndarray | None = column(np.int32, "versions")
   top_ids: np.ndarray | None = column(np.int32)
   top_logps: np.ndarray | None = column(np.float32)
+  head_ids: np.ndarray | None = column(np.int32, "head_ids", optional=True)
+  head_probs: np.ndarray | None = column(np.float32, "head_probs", optional=True)
   logits: np.ndarray | None = column(np.float32)
   rewards: np.ndarray | None = column(np.float32)
   routes: np.ndarray | None = column(None, "routes", covers_prompt=True)
@@ -144,7 +151,8 @@ class Tokens:
 
   def saved(self) -> dict[str, np.ndarray | None]:
     """Returns the columns that are saved, by their names in JSON."""
-    return {name: getattr(self, column) for column, name in _SAVED.items()}
+    values = {column: getattr(self, column) for column in _SAVED}
+    return {_SAVED[column]: x for column, x in without_unknown(values).items()}
 
   @classmethod
   def of_saved(cls, saved: Mapping[str, Any], **fields: Any) -> Self:
@@ -194,6 +202,12 @@ COLUMNS: dict[str, Column] = {
   if "column" in field.metadata
 }
 _SAVED = {name: form.saved for name, form in COLUMNS.items() if form.saved}
+
+
+def without_unknown(columns: Mapping[str, Any]) -> dict[str, Any]:
+  """Leaves out the optional columns that are None, as older versions lack them."""
+  optional = {name for name, form in COLUMNS.items() if form.optional}
+  return {k: x for k, x in columns.items() if x is not None or k not in optional}
 
 
 def joined(deltas: Sequence[Delta]) -> Completion:

@@ -160,6 +160,16 @@ class LanguageModel(abc.ABC):
     """Returns log-probabilities of the targets in nats, see `ops.logprobs`."""
 
   @abc.abstractmethod
+  def logps_at(
+    self,
+    states: Float[Array, "B T _"],
+    ids: Int[Array, "B T k"],
+    *,
+    temperature: float = 1.0,
+  ) -> Float[Array, "B T k"]:
+    """Returns log-probabilities of k tokens at every position, in nats."""
+
+  @abc.abstractmethod
   def cross_entropy(
     self,
     states: Float[Array, "*B _"],
@@ -232,6 +242,10 @@ class _FromHidden(LanguageModel):
     table, layout = self.model.unembedding()
     return logprobs.token_logps(states, table, targets, layout, **options)
 
+  def logps_at(self, states, ids, **options):
+    table, layout = self.model.unembedding()
+    return logprobs.logps_at(states, table, ids, layout, **options)
+
   def cross_entropy(self, states, targets, weights):
     # Unlike that of `token_logps`, its backward pass stores no log-probabilities.
     table, layout = self.model.unembedding()
@@ -262,6 +276,10 @@ class _FromLogits(LanguageModel):
     if needed is None:
       return out
     return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
+
+  def logps_at(self, states, ids, *, temperature=1.0):
+    every = jax.nn.log_softmax(states.astype(jnp.float32) / temperature)
+    return jnp.take_along_axis(every, ids, axis=-1)
 
   def cross_entropy(self, states, targets, weights):
     return weighted_sum(-self.token_logps(states, targets).logps, weights)

@@ -100,6 +100,45 @@ def batch_scaled(
   return safe_divide(group_centered(rewards, where=where), deviation + epsilon)
 
 
+def centered_normalized(
+  rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
+) -> Rewards:
+  """Returns (r - group mean), normalized over the batch: REINFORCE++ with a baseline.
+
+  See arXiv:2501.03262. `batch_scaled` divides by the deviation of the rewards; this
+  divides by that of the centered rewards, which does not grow with the difference of
+  the prompts.
+
+  Raises:
+    ValueError: the groups have one member.
+  """
+  return batch_normalized(group_centered(rewards, where=where), epsilon, where=where)
+
+
+def mean_normalized(rewards: Rewards, *, where: Where | None = None) -> Rewards:
+  """Returns (r - group mean) / group mean: MaxRL (arXiv:2602.02710).
+
+  A group of mean 0 has only rewards of 0 and gets 0. With rewards 0 and 1, success rate
+  p and G members, the expected gradient is that of -sum over k < G of (1 - p)^k / k,
+  the first G - 1 terms of the series of log p: hard prompts count more.
+
+  Raises:
+    ValueError: the groups have one member, or a reward is negative.
+  """
+  centered = group_centered(rewards, where=where)
+  valid = jnp.ones(rewards.shape, bool) if where is None else where
+  least = jnp.min(jnp.asarray(rewards), where=valid, initial=0.0)
+  # Traced rewards have no value yet; those of a learner have.
+  if not isinstance(least, jax.core.Tracer) and least < 0:
+    raise ValueError(
+      f"a reward is {least}; expected at least 0, because mean_normalized (MaxRL) "
+      "divides by the mean of a group. Change the rewards, for example to 0 and 1"
+    )
+  total = jnp.sum(jnp.asarray(rewards), axis=1, keepdims=True, where=valid)
+  count = jnp.sum(valid, axis=1, keepdims=True)
+  return safe_divide(centered * count, total)
+
+
 def decoupled(
   estimate: Callable[..., jax.Array],
   rewards: Sequence[Rewards],
@@ -131,6 +170,8 @@ ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
   "leave_one_out": leave_one_out,
   "batch_normalized": batch_normalized,
   "batch_scaled": batch_scaled,
+  "centered_normalized": centered_normalized,
+  "mean_normalized": mean_normalized,
   **{"grpo": group_normalized, "drgrpo": group_centered, "rloo": leave_one_out},
 }
 # Estimators of `ADVANTAGES` that are 0 in a group with equal rewards.

@@ -169,6 +169,39 @@ def cispo_loss(
   return PolicyLoss(values, weight != ratio)
 
 
+def sapo_loss(
+  log_ratio: Float[Array, "B T"],
+  advantages: Advantages,
+  *,
+  positive: float = 1.0,
+  negative: float = 1.05,
+) -> PolicyLoss:
+  """Returns -(4 / tau) sigmoid(tau (w - 1)) A: SAPO (arXiv:2511.20347).
+
+  The gate replaces the clip: the gradient of a token is that of w A at w = 1, and
+  shrinks smoothly as w moves away from 1 on either side. tau is `positive` if A > 0,
+  and else `negative`; a larger tau shrinks faster. No ratio is replaced, so `clipped`
+  is False everywhere.
+
+  Args:
+    log_ratio: log w of each token.
+    advantages: A, [B] or [B, T].
+    positive, negative: temperatures, > 0.
+
+  Raises:
+    ValueError: a temperature is not above 0.
+  """
+  if min(positive, negative) <= 0:
+    raise ValueError(
+      f"positive={positive} and negative={negative} are temperatures of the gate; "
+      "expected both above 0"
+    )
+  ratio, advantages = safe_exp(log_ratio), _per_token(advantages)
+  tau = jnp.where(advantages > 0, positive, negative)
+  values = -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantages
+  return PolicyLoss(values, jnp.zeros(values.shape, bool))
+
+
 def dppo_loss(
   logps: Float[Array, "B T"],
   rollout_logps: Float[Array, "B T"],
@@ -248,6 +281,43 @@ def reinforce_loss(
 ) -> Float[Array, "B T"]:
   """Returns -A logps: REINFORCE (Williams 1992), for samples of the trained policy."""
   return -_per_token(advantages) * logps
+
+
+def centering_loss(
+  head_logps: Float[Array, "B T k"],
+  head_probs: Float[Array, "B T k"],
+  advantages: Advantages,
+  weight: Callable[[jax.Array], jax.Array] = jnp.ones_like,
+) -> Float[Array, "B T"]:
+  """Returns A sum_v stop(c_v) log p_v: score centering (arXiv:2609.20807).
+
+  Added to a loss whose gradient is -A f(p / q) grad log p of a token drawn from q, it
+  subtracts the mean of f(p / q) grad log p over q. The gradient is then 0 in
+  expectation if the advantages have nothing to do with the tokens, although p and q
+  differ. The sum is over the head H, the recorded tokens. The other tokens are taken to
+  have q = rho p, with rho = (1 - sum_H q) / (1 - sum_H p):
+
+    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v
+
+  The second term is that of the other tokens, because the mean of grad log p over p is
+  0. If H has all tokens that q can draw, the result is exact.
+
+  Args:
+    head_logps: log p of the tokens in H under the trained policy, differentiated.
+    head_probs: q of the tokens in H; 0 for none. If all are 0, the result is 0.
+    advantages: A, [B] or [B, T].
+    weight: f, from ratios of any shape; 1 by default.
+  """
+  q = jax.lax.stop_gradient(head_probs)
+  logps = keep(head_logps, q)
+  p = keep(jnp.exp(jax.lax.stop_gradient(logps)), q)
+  left = lambda x, least: jnp.maximum(1 - jnp.sum(x, -1, keepdims=True), least)
+  # If the head has all tokens, both rests are rounding errors, and rho has no effect:
+  # the sum of p grad log p over the head is 0.
+  rho = left(q, 0.0) / left(p, 1e-6)
+  rest = rho * weight(safe_divide(jnp.ones_like(rho), rho))
+  coefficients = q * weight(safe_divide(p, q)) - rest * p
+  return _per_token(advantages) * jnp.sum(coefficients * logps, axis=-1)
 
 
 def value_loss(

@@ -44,6 +44,8 @@ _CHIPS: tuple[tuple[str, float, float | None, float | None, float | None], ...] 
   ("TPU v6e", 918, 31.25, 1640, 448),
   ("TPU7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
   ("TPU v7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
+  ("NVIDIA A100-SXM4-40GB", 312, None, 1555, 300),
+  ("NVIDIA A100-SXM4-80GB", 312, None, 2039, 300),
   ("NVIDIA A100", 312, None, None, 300),
   ("NVIDIA H100 PCIe", 756, None, 2000, None),
   ("NVIDIA H100 NVL", 835.5, None, 3900, 300),

@@ -2,8 +2,8 @@
 
 XLA's own cost analysis counts the body of a loop once, so that a model whose layers run
 under `lax.scan` seems to cost one layer. This module walks the HLO of the lowered
-program instead. It counts matrix products, convolutions and splash attention's kernels,
-and multiplies the body of every `while` by its trip count.
+program instead. It counts matrix products, convolutions and the attention kernels of
+splash and cuDNN, and multiplies the body of every `while` by its trip count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 from typing import Any
 
+from tunix.perf import flops
 from tunix.perf.hlo_text import ENTRY, Operation, Program
 
 
@@ -23,7 +24,8 @@ class ProgramFlops:
 
   Attributes:
     flops: floating-point operations; a multiply-add counts as two.
-    unknown_loops: loops whose trip count depends on data; each counts as one pass.
+    unknown_loops: loops whose trip count depends on data, without the attribute
+      `PASSES`; each counts as one pass.
   """
 
   flops: float
@@ -35,7 +37,7 @@ class ProgramFlops:
       unknown_loops=self.unknown_loops + other.unknown_loops,
     )
 
-  def times(self, count: int) -> ProgramFlops:
+  def times(self, count: float) -> ProgramFlops:
     """Returns the work of `count` runs."""
     return dataclasses.replace(self, flops=self.flops * count)
 
@@ -45,7 +47,11 @@ _NOTHING = ProgramFlops(flops=0.0)
 # Attribute of a grouped product: which part of its rows belongs to a group, on average.
 SHARE = "tunix_share"
 
+# Attribute of a loop whose length depends on data: how often its body runs, on average.
+PASSES = "tunix_passes"
+
 _SHARE = re.compile(rf'{SHARE}="([\d.e-]+)"')
+_PASSES = re.compile(rf'{PASSES}="([\d.e-]+)"')
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+)->")
 _MESHES = re.compile(r"xla\.sdy\.meshes=.*")
@@ -59,8 +65,8 @@ def count_flops(lowered: Any) -> ProgramFlops:
 
   Shapes are those before partitioning, so the count is that of all devices together.
   A forward pass that rematerialization computes twice counts twice. Element-wise
-  operations and kernels other than splash attention (cuDNN) do not count. A
-  conditional counts as its most expensive branch.
+  operations and other kernels than those of attention do not count. A conditional
+  counts as its most expensive branch.
 
   Args:
     lowered: result of `.lower(...)` of a jitted function (jax.jit or nnx.jit).
@@ -108,6 +114,8 @@ class _Counter:
       case "while":
         (body,) = map(self.total, one.callees)
         count = self._program.trip_count(name, one)
+        if count is None and (passes := _PASSES.search(one.text)) is not None:
+          count = float(passes[1])
         if count is not None:
           return body.times(count)
         return body + ProgramFlops(flops=0.0, unknown_loops=1 if body.flops else 0)
@@ -157,7 +165,32 @@ def _convolution_flops(one: Operation, operations: dict[str, Operation]) -> floa
 _SPLASH = {"fwd": 4.0, "dq": 6.0, "dkv": 8.0}
 
 
+# Likewise of cuDNN's. The backward kernel computes the scores again.
+_CUDNN = {"": 4.0, "Backward": 10.0}
+_CUDNN_KERNEL = re.compile(r'"__cudnn\$fmhaSoftmax(|Backward)"')
+_CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
+
+
 def _kernel_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
+  """Counts a kernel of attention; 0 for other kernels."""
+  if (found := _CUDNN_KERNEL.search(kernel.text)) is not None:
+    return _cudnn_flops(_CUDNN[found[1]], kernel, operations)
+  return _splash_flops(kernel, operations)
+
+
+def _cudnn_flops(
+  factor: float, kernel: Operation, operations: dict[str, Operation]
+) -> float:
+  """Counts cuDNN's attention of queries [B, T, N, H], causal, windowed or neither."""
+  b, t, n, h = operations[kernel.operands[0]].sizes
+  window = _CUDNN_WINDOW.search(kernel.text)
+  width = int(window[1]) if window else 0
+  is_causal = '"mask_type": "CAUSAL"' in kernel.text
+  pairs = flops.attended_pairs(t, causal=is_causal, window=width or None)
+  return factor * b * n * h * pairs
+
+
+def _splash_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
   """Counts splash attention with blocks of equal sides, causal or windowed.
 
   The kernels compute whole blocks, and skip blocks that no query looks into.

@@ -105,7 +105,8 @@ def read(program: Program, devices: int) -> list[Collective]:
         out[key] = dataclasses.replace(out[key], waits=out[key].waits and waits)
         continue
       arrays = one.arrays
-      if is_start:  # (operands, results, scalars of its state)
+      # (operands, results, scalars of its state), but an all-reduce has its results.
+      if is_start and kind != "all-reduce":
         arrays = [array for array in arrays if array.sizes]
         arrays = arrays[len(arrays) // 2 :]
       size, group = sum(array.bytes for array in arrays), _group(one, devices)

@@ -67,6 +67,21 @@ def read_key(name: str, file: str | os.PathLike[str]) -> bytes:
   return key
 
 
+def signing_key(file: str, folder: str | None) -> bytes:
+  """Returns the key in the file of --ship-key, which must not be shipped itself.
+
+  Raises:
+    ValueError: the file is in the folder, or see `read_key`.
+  """
+  places = [pathlib.Path(x).expanduser().absolute() for x in (file, folder or "")]
+  if places[0].is_relative_to(places[1]) and folder is not None:
+    raise ValueError(
+      f"--ship-key is {file!r}, which is in the folder of --ship; expected a file "
+      "outside of it. Whoever has the key can sign"
+    )
+  return read_key("--ship-key", file)
+
+
 def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
   """Keeps JAX's compilation cache in a folder from now on.
 

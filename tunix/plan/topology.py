@@ -1,6 +1,8 @@
-"""Topologies that a plan compiles for: a TPU slice elsewhere, or this machine.
+"""Topologies that a plan compiles for: TPUs or GPUs elsewhere, or this machine.
 
 v5e:4x4      a TPU slice, as Cloud TPU names its shapes; needs libtpu, but no TPU
+h100:8       GPUs of one host; needs XLA's compiler for GPUs, but no GPU (see `gpus`)
+h100:1x2x8   one slice of two hosts with eight GPUs each
 cpu:8        the CPU of this machine as eight devices
 gpu          the GPUs of this machine
 """
@@ -21,6 +23,7 @@ from jax.sharding import Mesh
 
 from tunix.perf import chips
 from tunix.perf.chips import Chip
+from tunix.plan import gpus
 from tunix.utils import mesh as mesh_lib
 
 _TPU = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):(\d+x\d+(?:x\d+)?)")
@@ -29,7 +32,10 @@ _NO_TPU = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-_EXAMPLES = "v5e:4x4, v6e:2x4, v5p:2x2x1, v4:2x2x1, tpu7x:2x2x1, cpu:8, gpu"
+_EXAMPLES = (
+  "v5e:4x4, v6e:2x4, v5p:2x2x1, v4:2x2x1, tpu7x:2x2x1, cpu:8, gpu, "
+  + ", ".join(f"{card}:8" for card in gpus.CARDS)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +89,11 @@ def find(name: str) -> Topology:
 
   Raises:
     ValueError: there is no such topology.
-    ImportError: libtpu is missing.
+    ImportError: libtpu, or the compiler for GPUs, is missing.
     RuntimeError: this machine has no such devices.
   """
+  if gpus.is_name(name):
+    return Topology(name, gpus.devices(name), gpus.chip(name))
   if (slice_ := _TPU.fullmatch(name)) is not None:
     return _tpu(name, slice_[1])
   if (cpu := re.fullmatch(r"cpu:(\d+)", name)) is not None:

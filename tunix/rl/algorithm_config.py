@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
+from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.utils import checks
 from tunix.utils.setting import setting
 
 # The ways that the ratio to the policy before the update enters the loss.
-LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
+LOSS_ALGOS = ("grpo", "gspo", "cispo", "sapo", "rloo", "reinforce")
 
 
 class _Kind(NamedTuple):
@@ -154,8 +155,8 @@ class AlgorithmConfig:
       its size. It must be above 1 + epsilon_high; None is no dual clip.
     loss_algo: "grpo" (ratio of each token), "gspo" (ratio of the sequence, normalized
       by its length), "rloo" (ratio of the whole sequence), "cispo" (clipped weight on
-      the log-probability) or "reinforce" (no ratio; one update on each batch of
-      rollouts).
+      the log-probability), "sapo" (smooth gate on the ratio of each token in place of
+      the clip) or "reinforce" (no ratio; one update on each batch of rollouts).
     loss_agg_mode: reduction of the token losses, a name in
       `ops.reductions.AGGREGATIONS`.
     advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
@@ -173,6 +174,8 @@ class AlgorithmConfig:
       exactly 1. None scores whole batches. Excludes shared prompts.
     eval_num_generations: completions of each prompt in evaluations.
     pass_threshold: reward from which a completion passes; None reports no pass@k.
+    curriculum: chances of prompts by how often the policy solved them before; it needs
+      `pass_threshold`. None: all prompts of the data are sampled.
   """
 
   # True: the KL divergence is a part of the loss. False: it is subtracted from rewards.
@@ -197,6 +200,7 @@ class AlgorithmConfig:
   exact_tile_rows: int | None = None
   eval_num_generations: int = 1
   pass_threshold: float | None = None
+  curriculum: CurriculumConfig | None = None
 
   def __post_init__(self):
     counts = "num_generations num_iterations eval_num_generations exact_tile_rows"
@@ -232,10 +236,15 @@ class AlgorithmConfig:
         "has no ratio to correct later updates. Set num_iterations to 1, or choose "
         "another loss_algo"
       )
-    if self.loss_algo in ("cispo", "reinforce") and self.epsilon_c is not None:
+    if self.loss_algo in ("cispo", "sapo", "reinforce") and self.epsilon_c is not None:
       raise ValueError(
         f"epsilon_c is {self.epsilon_c} and loss_algo {self.loss_algo!r} has no dual "
         "clip: leave epsilon_c out"
+      )
+    if self.curriculum is not None and self.pass_threshold is None:
+      raise ValueError(
+        "curriculum is set and pass_threshold is None, so no prompt counts as solved: "
+        "set pass_threshold to the reward of a right answer"
       )
     self._check_correction()
     if self.exact_tile_rows is not None and self.shared_prompt:
@@ -296,6 +305,11 @@ class AlgorithmConfig:
   def _check_advantages(self) -> None:
     """Checks the estimator; algorithms without group advantages override it."""
     resolve("advantage_estimator", self.advantage_estimator, advantages.ADVANTAGES)
+
+  @property
+  def gate_temperatures(self) -> dict[str, float]:
+    """The temperatures of `ops.policy_gradient.sapo_loss` that are not its defaults."""
+    return {}
 
   @property
   def clip_low(self) -> float:

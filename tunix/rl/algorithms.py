@@ -16,8 +16,15 @@ from tunix.rl.grpo.grpo_learner import (
   GRPOConfig,
   GRPOLearner,
   GSPOConfig,
+  MaxRLConfig,
+  SAPOConfig,
+)
+from tunix.rl.grpo.reinforce_pp_learner import (
+  ReinforcePlusPlusConfig,
+  ReinforcePlusPlusLearner,
 )
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_learner import RLLearner
 
@@ -35,7 +42,11 @@ ALGORITHMS = {
   "dapo": Algorithm(DAPOConfig, DAPOLearner),
   "gspo": Algorithm(GSPOConfig, GRPOLearner),
   "cispo": Algorithm(CISPOConfig, GRPOLearner),
+  "sapo": Algorithm(SAPOConfig, GRPOLearner),
+  "maxrl": Algorithm(MaxRLConfig, GRPOLearner),
   "rloo": Algorithm(RLOOConfig, RLOOLearner),
+  "sdpo": Algorithm(SDPOConfig, SDPOLearner),
+  "reinforce++": Algorithm(ReinforcePlusPlusConfig, ReinforcePlusPlusLearner),
   "ppo": Algorithm(PPOConfig, PPOLearner),
 }
 

@@ -52,6 +52,7 @@ class TrainExample:
       or None.
     returns, old_values: float32 [B, R], for a critic.
     prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
+    head_ids, head_probs: see `Rollouts`; if they are given, the loss is centered.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -68,6 +69,8 @@ class TrainExample:
   old_values: Any = None
   prompt_routes: Any = None
   completion_routes: Any = None
+  head_ids: Any = None
+  head_probs: Any = None
   group_size: int = dataclasses.field(default=1, metadata={"static": True})
   episode_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -107,6 +110,9 @@ class Rollouts:
     prompt_routes, completion_routes: experts of the tokens, [B, T, M, k] and [B, R, M,
       k], as recorded while they were sampled (see experts/route_records.py), 0 on
       padding; None without `RolloutConfig.replay_routes`.
+    head_ids, head_probs: int32 and float32 [B, R, k], the most likely tokens of the
+      distribution that each token was drawn from, and their probabilities, 0 on
+      padding; None without `RolloutConfig.center_scores`.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -129,6 +135,8 @@ class Rollouts:
   versions: np.ndarray | None = None
   prompt_routes: np.ndarray | None = None
   completion_routes: np.ndarray | None = None
+  head_ids: np.ndarray | None = None
+  head_probs: np.ndarray | None = None
   group_size: int = 1
   episodes: list[Episode] = dataclasses.field(default_factory=list)
   episode_rows: int = 1
@@ -276,12 +284,17 @@ def _stacked(
   return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
 
 
-def token_rewards(rollouts: Rollouts) -> np.ndarray:
+def token_rewards(
+  rollouts: Rollouts, divergence: np.ndarray | None = None, beta: float = 0.0
+) -> np.ndarray:
   """Returns the reward of each token, float32 [B, R]; scores that are NaN count as 0.
 
-  The sum over the tokens of a completion is its score. If an episode has several rows,
-  the last token of a row also has the rewards of the rows after it: they are what
-  follows from it, and a row knows nothing of the others.
+  The sum over the tokens of a completion is its score, minus `beta` times the sum of
+  `divergence` [B, R] if it is given. The score is at the last token; in an episode each
+  action has its own reward at its last token, and what is left of the score is at the
+  last token of all. If an episode has several rows, the last token of a row also has
+  the rewards of the rows after it: they are what follows from it, and a row knows
+  nothing of the others.
   """
   mask, scores = rollouts.completion_mask, np.nan_to_num(rollouts.scores.reshape(-1))
   turns = rollouts.turn_rewards
@@ -294,7 +307,7 @@ def token_rewards(rollouts: Rollouts) -> np.ndarray:
   for row in np.flatnonzero(drawn):
     episode, number = divmod(row, each)
     out[row, last[row]] += left[episode] + sums[episode, number + 1 :].sum()
-  return out
+  return out if divergence is None else out - beta * divergence
 
 
 def rollouts_of(

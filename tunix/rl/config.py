@@ -204,6 +204,13 @@ class ClusterConfig:
         "needs the routes of an engine of this process: set rollout_engine to "
         '"vanilla", or leave replay_routes out'
       )
+    head = self.rollout(Mode.TRAIN).center_scores
+    if head and self.rollout_engine in (*_OTHER_PROCESS, "padded"):
+      raise ValueError(
+        f"rollout_engine is {self.rollout_engine!r} and center_scores is {head}, which "
+        'needs the probabilities of our own engine: set rollout_engine to "vanilla", '
+        "or center_scores to 0"
+      )
     unknown = [role for role in self.role_to_mesh or () if not isinstance(role, Role)]
     if unknown:
       raise ValueError(

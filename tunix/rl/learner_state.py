@@ -22,11 +22,15 @@ class LearnerProgress(Position):
     rollouts: batches of rollouts that were trained on.
     batch_rows: rows of the largest batch so far; smaller batches are padded to it.
     pending: prompts that were drawn and are not yet trained on, one dict each.
+    batch_prompts: prompts of the largest batch of the data, with a curriculum.
+    solve_rates: solve rates of prompts, see `Curriculum.rates`.
   """
 
   rollouts: int = 0
   batch_rows: int = 0
   pending: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  batch_prompts: int = 0
+  solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def rewind(self) -> None:
     """Restarts the prompts at the next call of `train`."""

@@ -19,6 +19,7 @@ from tunix.utils.metric import SAME, Metric
 
 _SEVERAL = "if a batch has several prompts, each with several completions"
 _GREEDY = "if `rl.schedule` is greedy"
+_JUDGED = "if a reward function is a judge"
 _STAMPED = "if the rollouts carry the version of each token"
 METRICS = (
   Metric(
@@ -111,6 +112,19 @@ METRICS = (
     _GREEDY,
   ),
   Metric("perf/rewards_sec", "s", "reward functions and reward model"),
+  Metric(
+    "perf/judge_prompt_tokens",
+    "tokens",
+    "prompts of the questions that judges answered since the last line; answers from a "
+    "cache cost nothing. With several processes, those of process 0",
+    condition=_JUDGED,
+  ),
+  Metric(
+    "perf/judge_answer_tokens",
+    "tokens",
+    "answers of judges, counted as their prompts are",
+    condition=_JUDGED,
+  ),
   Metric(
     "perf/scoring_sec", "s", "log-probabilities and values before the update", "train"
   ),

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.records import PROMPT_IDS_COLUMN
+from tunix.data.records import PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN
+from tunix.rl.prompts.curriculum import Curriculum
 from tunix.sft.steps.batch_source import BatchSource
 
 PROMPTS = "prompts"
@@ -41,7 +42,8 @@ class PromptBatch:
   @property
   def extra(self) -> dict[str, list[Any]]:
     """The columns that reward functions receive."""
-    return {n: x for n, x in self.columns.items() if n != PROMPT_IDS_COLUMN}
+    ours = (PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN)
+    return {n: x for n, x in self.columns.items() if n not in ours}
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns one dict for each prompt."""
@@ -110,6 +112,10 @@ def prompt_batch(batch: Mapping[str, Any], number: int = 0) -> PromptBatch:
   return PromptBatch(prompts=prompts, columns=columns, number=number)
 
 
+def _batch_of(rows: list[dict[str, Any]], number: int) -> PromptBatch:
+  return prompt_batch({k: [row[k] for row in rows] for k in rows[0]}, number)
+
+
 class PromptSource:
   """Draws batches of prompts, and can save and restore its position in the data.
 
@@ -118,6 +124,12 @@ class PromptSource:
     place: position that `state` returned; None at the start of a run.
     pending: prompts that were drawn before but not trained, one dict per prompt. `take`
       returns them first.
+    curriculum: chooses among the prompts of the data; None: all of them.
+    size: prompts of the largest batch of the data so far. With a curriculum, every
+      batch is filled up to it.
+
+  Attributes:
+    skipped: number of prompts that the curriculum has skipped since the last `commit`.
   """
 
   def __init__(
@@ -125,9 +137,12 @@ class PromptSource:
     dataset: Iterable[Any],
     place: dict[str, Any] | None = None,
     pending: Iterable[dict[str, Any]] = (),
+    curriculum: Curriculum | None = None,
+    size: int = 0,
   ):
     self._source = BatchSource(dataset, saved=place)
     self.pending = list(pending)
+    self._curriculum, self.size, self.skipped = curriculum, size, 0
     self._next: PromptBatch | None = None  # drawn by `has_more`, not taken yet
     self._ended = False
     # (batches drawn, pending prompts) at the last `commit`, for `go_back`.
@@ -157,13 +172,39 @@ class PromptSource:
     self._ended = True
 
   def _draw(self) -> PromptBatch | None:
+    if self._curriculum is not None:
+      return self._draw_chosen(self._curriculum)
     # Pending prompts were counted when they were drawn, so they do not advance `drawn`.
     if self.pending:
       rows, self.pending = self.pending, []
-      names = rows[0]
-      return prompt_batch({k: [row[k] for row in rows] for k in names}, self.drawn)
+      return _batch_of(rows, self.drawn)
     batch = self._source.next()
     return None if batch is None else prompt_batch(batch, self.drawn)
+
+  def _draw_chosen(self, curriculum: Curriculum) -> PromptBatch | None:
+    """Fills a batch with prompts that the curriculum chooses."""
+    rows, others, ended = list(self.pending), [], False
+    for _ in range(curriculum.config.most_batches):
+      if 0 < self.size <= len(rows):
+        break
+      number = self.drawn
+      if ended := (batch := self._source.next()) is None:
+        break
+      drawn = prompt_batch(batch, number).rows()
+      self.size = max(self.size, len(drawn))
+      chances = curriculum.chances(drawn)
+      is_chosen = curriculum.chosen(chances, number)
+      rows += [row for row, chosen in zip(drawn, is_chosen) if chosen]
+      others += [x for x in zip(chances, drawn, is_chosen) if not x[2]]
+    self.skipped += len(others)
+    if not ended and (missing := self.size - len(rows)) > 0:
+      # The sort is stable: among equal chances, the order of the data stays.
+      others.sort(key=lambda other: -other[0])
+      rows += [row for _, row, _ in others[:missing]]
+      self.skipped -= missing
+    # New lists, because a checkpoint may still refer to the last one.
+    self.pending = rows[self.size :]
+    return _batch_of(rows[: self.size], self.drawn) if rows else None
 
   def continues(self, dataset: Any) -> bool:
     """Returns True if `dataset` is the same generator that this source draws from."""
@@ -172,7 +213,7 @@ class PromptSource:
   def go_back(self) -> None:
     """Returns to the position of the last `commit`."""
     place, self.pending = self._committed
-    self._next, self._ended = None, False
+    self._next, self._ended, self.skipped = None, False, 0
     self._source.go_back(place)
 
   def give_back(self, batch: PromptBatch) -> None:
@@ -187,7 +228,7 @@ class PromptSource:
     """
     self._source.mark()
     # A copy, because `take` empties and `give_back` extends the list.
-    self._committed = self._source.drawn, list(self.pending)
+    self._committed, self.skipped = (self._source.drawn, list(self.pending)), 0
     return {"drawn": self._source.drawn}
 
   def remember(self) -> None:

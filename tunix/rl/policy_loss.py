@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -63,6 +65,14 @@ METRICS = (
     "KL(engine, trainer) by k3: r - 1 - log r, where r is `parity/ratio`",
     "train",
     "if the rollout engine returns log-probabilities",
+  ),
+  Metric(
+    "score_centering/head",
+    "share",
+    "probability that the sampler drew one of the recorded tokens; raise "
+    "`rollout.center_scores` if it is far below 1",
+    "train",
+    "if `rollout.center_scores` is above 0",
   ),
   Metric(
     "rollout_correction/weight",
@@ -138,6 +148,7 @@ def policy_loss(
     tile_rows=config.exact_tile_rows,
     prompt_routes=example.prompt_routes,
     completion_routes=example.completion_routes,
+    head_ids=example.head_ids,
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
   old = example.old_per_token_logps
@@ -149,6 +160,12 @@ def policy_loss(
     logps, old, reported, example.advantages, mask, config
   )
   values = loss.values
+  if scores.head is not None:
+    probs = keep(example.head_probs, mask[..., None])
+    values += policy_gradient.centering_loss(
+      scores.head, probs, example.advantages, expected_weight(config)
+    )
+    watched["score_centering/head"] = jnp.sum(probs, axis=-1)
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
@@ -245,6 +262,8 @@ def surrogate(
   clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
   if config.loss_algo == "cispo":
     return policy_gradient.cispo_loss(ratio, logps, advantages, **clips)
+  if config.loss_algo == "sapo":
+    return policy_gradient.sapo_loss(ratio, advantages, **config.gate_temperatures)
   return policy_gradient.clipped_loss(
     ratio, advantages, dual_clip=config.epsilon_c, **clips
   )
@@ -262,6 +281,21 @@ def correction(
   if config.kind == "truncate":
     return importance.truncated(*arrays, level=level, cap=high)
   return importance.masked(*arrays, level=level, low=low, high=high)
+
+
+def expected_weight(config: AlgorithmConfig) -> Callable[[jax.Array], jax.Array]:
+  """Returns f of `policy_gradient.centering_loss`.
+
+  It is the weight of a token with the ratio p / q while the ratio of the trained policy
+  to the policy before the update is 1, in the first update on a batch of rollouts.
+  """
+  rule = config.correction
+  if rule is None:
+    return jnp.ones_like
+  low, high = rule.bounds
+  if rule.kind == "mask":
+    return lambda ratio: jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+  return lambda ratio: jnp.clip(ratio, low, high)
 
 
 def own_loss(

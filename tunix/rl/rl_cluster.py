@@ -259,14 +259,16 @@ class RLCluster:
     shared_prompt: bool = False,
     tile_rows: int | None = None,
     micro_batch_size: int | None = None,
+    average: bool = False,
   ) -> np.ndarray:
     """Returns the actor's log-probabilities with its current weights, float32 [B, R].
 
-    The arguments are those of `get_ref_per_token_logps`.
+    The arguments are those of `get_ref_per_token_logps`. `average` takes the average
+    of the weights instead, see `Trainer.keep_average`.
     """
     score = self._logps(rows, shared_prompt, tile_rows)
     with self.perf.span("old_logps", "actor"):
-      return self._score(Role.ACTOR, score, rows, micro_batch_size)
+      return self._score(Role.ACTOR, score, rows, micro_batch_size, average)
 
   def get_values(
     self, rows: Rows, *, micro_batch_size: int | None = None
@@ -360,6 +362,7 @@ class RLCluster:
     score: Score,
     rows: Rows,
     micro_batch_size: int | None,
+    average: bool = False,
   ) -> np.ndarray:
     """Returns `score` of all rows by the model of a role; float32 on the host."""
     size = micro_batch_size or self._training.compute_logps_micro_batch_size
@@ -368,7 +371,8 @@ class RLCluster:
     names = (*TOKEN_ARRAYS, *row_arrays.ROUTES) if role is Role.ACTOR else TOKEN_ARRAYS
     arrays = {name: x for name in names if (x := getattr(rows, name)) is not None}
     if role is Role.ACTOR:
-      model = self.actor_trainer.model
+      actor = self.actor_trainer
+      model = actor.averaged() if average else actor.model
     elif role is Role.REFERENCE and self.reference is None:
       model = backbone.reference_of(self.actor_trainer.model)
     else:

@@ -36,6 +36,7 @@ from tunix.rl.experience.experience import Experience, MetricFn
 from tunix.rl.experience.samples import Samples
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
+from tunix.rl.prompts.curriculum import Curriculum
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.schedules import choose as schedules
 from tunix.sft.loop.base_trainer import BaseTrainer
@@ -106,6 +107,7 @@ class RLLearner(BaseTrainer):
     )
     self._samples: Samples | None = None
     self._progress = LearnerProgress()
+    self._curriculum = Curriculum.of(algo_config.curriculum, algo_config.pass_threshold)
     self._shuffle_seed = data_shuffle_seed
     rl_cluster.actor_trainer.with_role_loss(self._role_loss())
     self._identity = learner_state.identity(rl_cluster)
@@ -176,7 +178,10 @@ class RLLearner(BaseTrainer):
 
   def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
     """Returns the completions of every prompt with their rewards; see schedules."""
-    return self._schedule.rollouts(batch, mode, self._progress.rollouts)
+    out = self._schedule.rollouts(batch, mode, self._progress.rollouts)
+    if self._curriculum is not None and mode is Mode.TRAIN:
+      self._curriculum.note(out.batch.rows(), out.totals)
+    return out
 
   def _example(
     self,
@@ -273,13 +278,22 @@ class RLLearner(BaseTrainer):
     if previous is not None and previous.continues(train_ds):
       previous.go_back()
       return previous
-    return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
+    progress = self._progress
+    return PromptSource(
+      train_ds,
+      progress.data_state,
+      progress.pending,
+      self._curriculum,
+      progress.batch_prompts,
+    )
 
   def _begin(self) -> None:
     """Clears the metrics of a call that was interrupted."""
     self._measured.clear()
     self._phases.take()
     self._schedule.begin()
+    if self._curriculum is not None:
+      self._curriculum.forget()
 
   def _end(self) -> None:
     self._schedule.end()
@@ -303,6 +317,9 @@ class RLLearner(BaseTrainer):
       self._update(example, skip_jit)
     # Only now the batch counts as trained: an interrupted step is sampled again.
     self._log_rollouts()
+    if self._curriculum is not None:
+      self._log(self._curriculum.commit(source.skipped), Mode.TRAIN)
+      self._progress.batch_prompts = source.size
     self._schedule.commit()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
@@ -333,7 +350,8 @@ class RLLearner(BaseTrainer):
     # The updates are complete, so this call waits only for the tracer's thread, not for
     # a device.
     perf.synchronize()
-    self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
+    times = self._phases.take() | self._experience.costs()
+    self._log({**means, **times, **perf.export()}, Mode.TRAIN)
     self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
@@ -363,7 +381,8 @@ class RLLearner(BaseTrainer):
       return None
     with self.rl_cluster.perf.span_group("evaluation"):
       values = self.evaluate(self.rl_cluster.actor_trainer.counted(eval_ds))
-    self._log({**values, **self._phases.take()}, Mode.EVAL)
+    times = self._phases.take() | self._experience.costs()
+    self._log({**values, **times}, Mode.EVAL)
     return values
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -390,6 +409,8 @@ class RLLearner(BaseTrainer):
       _log.warning("step %d is not saved: a weight is not finite", step)
       return None
     progress = dataclasses.replace(self._progress, data_state=places[0])
+    if self._curriculum is not None:
+      progress.solve_rates = self._curriculum.rates
     return learner_state.of_run(self.rl_cluster, progress, self._identity, ahead)
 
   def _state_form(self) -> RunState:
@@ -400,6 +421,8 @@ class RLLearner(BaseTrainer):
       self.rl_cluster.logger.restore(None)
       return
     self._progress = learner_state.load(self.rl_cluster, *saved, self._identity)
+    if self._curriculum is not None:
+      self._curriculum.rates = self._progress.solve_rates
     self._schedule.load((saved[1].progress or {}).get("ahead", []))
 
   def close(self) -> None:

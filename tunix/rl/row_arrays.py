@@ -16,9 +16,13 @@ _ARRAYS: dict[str, tuple[str | None, str]] = {
   "sampling_logps": (None, "rollout_logps"),
   "versions": (None, "versions"),
   "rewards": (None, "turn_rewards"),
+  "head_ids": (None, "head_ids"),
+  "head_probs": (None, "head_probs"),
   "routes": ("prompt_routes", "completion_routes"),
 }
 ROUTES = ("prompt_routes", "completion_routes")
+# What an example has under the same names.
+RECORDED = (*ROUTES, "head_ids", "head_probs")
 PROMPTS = ("prompt_ids", "prompt_mask", *(x for x, _ in _ARRAYS.values() if x))
 NAMES = (*PROMPTS, *(x for _, x in _ARRAYS.values()))
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
-from tunix.rl.algorithm_config import AlgorithmConfig
+from tunix.rl.algorithm_config import LOSS_ALGOS, AlgorithmConfig
 from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -107,6 +107,34 @@ def check_support(
     "probabilities among the tokens that the filter keeps, and the trainer among all. "
     f"Leave {name} out, or set algorithm.rollout_correction.kind to off"
   )
+
+
+def check_centering(
+  rollout: RolloutConfig, config: AlgorithmConfig, staleness: int
+) -> None:
+  """Checks that the loss has a mean score that the recorded probabilities give.
+
+  The arguments are those of `check_support`.
+
+  Raises:
+    ValueError: `center_scores` with a loss or a correction that it does not center.
+  """
+  if not rollout.center_scores:
+    return
+  rule = config.for_staleness(staleness).correction
+  kind, level = ("off", "token") if rule is None else (rule.kind, rule.level)
+  for name, value, known in (
+    ("loss_algo", config.loss_algo, [x for x in LOSS_ALGOS if x != "rloo"]),
+    ("rollout_correction.kind", kind, ("truncate", "mask", "cispo", "off")),
+    ("rollout_correction.level", level, ("token",)),
+    ("exact_tile_rows", config.exact_tile_rows, (None,)),
+  ):
+    if value not in known:
+      raise ValueError(
+        f"rollout.center_scores is {rollout.center_scores} and algorithm.{name} is "
+        f"{value!r}, which it does not center; expected one of {list(known)}. Change "
+        f"{name}, or set center_scores to 0"
+      )
 
 
 def _check_processes(cluster: RLCluster) -> None:
@@ -218,6 +246,7 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
   staleness = cluster.cluster_config.training_config.staleness
   check_support(cluster.cluster_config.rollout(Mode.TRAIN), config, staleness)
+  check_centering(cluster.cluster_config.rollout(Mode.TRAIN), config, staleness)
   if cluster.cluster_config.rollout(Mode.TRAIN).replay_routes:
     _check_routes(cluster)
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):

@@ -99,6 +99,15 @@ class Trainer(PeftTrainer):
       window = self._window(windows.cut(mini, micro_batches), None)
       return self._state.lower(window.groups, name)
 
+  def keep_average(self, rate: float) -> None:
+    """Averages the weights after each update, see `sft.averages`; before training."""
+    with _own_mesh(self._module.model):
+      self._state.keep_average(rate)
+
+  def averaged(self) -> nnx.Module:
+    """Returns a module with the average, which the next update deletes."""
+    return self._state.merged(average=True)
+
   def flush(self) -> None:
     """Waits for the dispatched updates and logs their metrics."""
     self._reporter.flush()

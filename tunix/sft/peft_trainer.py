@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -122,6 +122,7 @@ class PeftTrainer(BaseTrainer):
       getattr(type(self), name) is getattr(PeftTrainer, name)
       for name in ("_train_step", "_eval_step")
     )
+    self._more_evaluation: Callable[[nnx.Module], Mapping[str, float]] | None = None
     self._hooks = {
       **hooks_lib.callbacks(hooks_lib.TrainingHooks, None),
       **hooks_lib.callbacks(hooks_lib.DataHooks, None),
@@ -172,6 +173,19 @@ class PeftTrainer(BaseTrainer):
   def with_data_hooks(self, hooks: Any) -> Self:
     """Draws batches from the methods of `hooks`; see hooks.DataHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.DataHooks, hooks)
+    return self
+
+  def with_evaluation(
+    self, evaluate: Callable[[nnx.Module], Mapping[str, float]] | None
+  ) -> Self:
+    """Adds metrics to each evaluation; evaluations then need no evaluation data.
+
+    Args:
+      evaluate: function of the model with its current weights that returns metrics by
+        name, such as an `EnvEvaluation`. All processes must return the same values.
+        None: no further metrics.
+    """
+    self._more_evaluation = evaluate
     return self
 
   # Extension points of subclasses.
@@ -431,15 +445,21 @@ class PeftTrainer(BaseTrainer):
   ) -> dict[str, float] | None:
     draw = self._hook_as_source("load_next_eval_batch")
     batches = eval_ds if draw is None else windows.until_none(draw)
-    if batches is None:
+    if batches is None and self._more_evaluation is None:
       return None
     self._reporter.flush()
-    self._call_hook("on_eval_step_start")
+    metrics: dict[str, float] = {}
+    if batches is not None:
+      self._call_hook("on_eval_step_start")
     with self.perf_tracer.span_group("evaluation"):
-      batches = self._reporter.counted(batches, self.train_steps)
-      metrics = self._eval_metrics(batches, skip_jit, signals)
+      if batches is not None:
+        batches = self._reporter.counted(batches, self.train_steps)
+        metrics |= self._eval_metrics(batches, skip_jit, signals)
+      if self._more_evaluation is not None:
+        metrics |= self._more_evaluation(self.model)
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
-    self._call_hook("on_eval_step_end", metrics["loss"])
+    if batches is not None:
+      self._call_hook("on_eval_step_end", metrics["loss"])
     return metrics
 
   def _run_state(self, places: Places) -> RunState | None:

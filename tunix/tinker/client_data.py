@@ -18,7 +18,8 @@ class Datum:
 
   Attributes:
     model_input: ids of the input, [N].
-    loss_fn_inputs: inputs of the loss by name, [N] each; see learning/losses.py.
+    loss_fn_inputs: inputs of the loss by name, [N] each; see learning/losses.py. A
+      cross-entropy takes `target_tokens` and `weights` [N, K] too.
   """
 
   model_input: Any
@@ -51,8 +52,8 @@ class ForwardBackwardOutput:
   """Results of a forward or forward-backward pass.
 
   Attributes:
-    loss_fn_outputs: float32 [N] arrays of each datum: `logprobs`, and
-      `elementwise_loss` of a cross-entropy.
+    loss_fn_outputs: float32 arrays of each datum, of the shape of its targets:
+      `logprobs`, and `elementwise_loss` of a cross-entropy.
     metrics: `loss:sum` and metrics of a custom loss.
   """
 
@@ -108,8 +109,7 @@ def _array(value: Any) -> np.ndarray:
 
 def outputs_of(result: Result) -> ForwardBackwardOutput:
   """Returns the result of a forward or forward-backward request."""
-  ends = np.cumsum(result.arrays["lengths"])[:-1]
-  cut = {k: np.split(x, ends) for k, x in result.arrays.items() if k != "lengths"}
+  cut = result.per_row()
   rows = [dict(zip(cut, parts)) for parts in zip(*cut.values())]
   return ForwardBackwardOutput(
     loss_fn_outputs=rows, metrics=dict(result.values["metrics"])
@@ -118,11 +118,10 @@ def outputs_of(result: Result) -> ForwardBackwardOutput:
 
 def samples_of(result: Result) -> SampleResponse:
   """Returns the result of a request for samples."""
-  ends = np.cumsum(result.arrays["lengths"])[:-1]
-  cut = [np.split(result.arrays[name], ends) for name in ("tokens", "logprobs")]
+  cut, reasons = result.per_row(), result.values["stop_reasons"]
   sequences = [
     SampledSequence(tokens=t.tolist(), logprobs=p.tolist(), stop_reason=reason)
-    for t, p, reason in zip(*cut, result.values["stop_reasons"])
+    for t, p, reason in zip(cut["tokens"], cut["logprobs"], reasons)
   ]
   scores = result.arrays.get("prompt_logprobs")
   return SampleResponse(

@@ -13,8 +13,9 @@ from typing import Any
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learning.learner import AdapterSpec
 from tunix.tinker.protocol import fields, wire
-from tunix.tinker.rest import TinkerCall, check_optimizer
+from tunix.tinker.rest import TinkerCall
 from tunix.tinker.service import Service
+from tunix.tinker.work.operations import check_optimizer
 
 Route = Callable[[TinkerCall, Service], Any]
 
@@ -123,7 +124,8 @@ def _gradient(call: TinkerCall, service: Service, backward: bool) -> dict[str, A
 def _optim_step(call: TinkerCall, service: Service) -> dict[str, Any]:
   body = call.body
   model, number = fields.text(body, "model_id"), fields.integer(body, "seq_id")
-  id = service.training.optim_step(call.tenant, model, number, body.get("adam_params"))
+  params = body.get("adam_params", body.get("optimizer_params"))  # of other optimizers
+  id = service.training.optim_step(call.tenant, model, number, params)
   return _future(id, model)
 
 

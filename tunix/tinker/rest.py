@@ -37,20 +37,6 @@ class TinkerCall(Call):
   wants_proto: bool = False
 
 
-def check_optimizer(config: Any) -> None:
-  """Refuses other optimizers than AdamW.
-
-  Raises:
-    NotServedError: another optimizer.
-  """
-  kind = config.get("type") if isinstance(config, dict) else None
-  if kind not in (None, "adamw"):
-    raise NotServedError(
-      f"the optimizer is {str(kind)[:80]!r}, which this service does not have; "
-      "expected adamw. Use AdamParams"
-    )
-
-
 def _health(call: TinkerCall, service: Service) -> dict[str, Any]:
   service.check_alive()
   return {"status": "ok"}

@@ -88,9 +88,13 @@ class RecordFile:
     Raises:
       RecordError: one is damaged.
     """
+    return (record for _, record in self.placed())
+
+  def placed(self) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, record) of the records; see `records`."""
     at = len(MAGIC)
     while at < self.size:
-      yield (record := self.at(at))
+      yield at, (record := self.at(at))
       at += _HEAD.size + len(record)
 
   def at(self, offset: int) -> bytes:

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from tests import toys_text
 from tests.data.pipeline_test import build, prompts, same
 from tunix.data.batching.draws import weighted_draws
+from tunix.data.batching.prompts import PromptBatches
 from tunix.data.pipeline import build_batches
 from tunix.data.reading.mixture import Mixture, describe
 from tunix.data.reading.stored import HeldRecords
@@ -110,6 +111,47 @@ def test_shares_hold_after_every_draw(parts, epochs):
   for count in range(1, len(owners) + 1):
     had = np.bincount(owners[:count], minlength=len(sizes))
     assert np.all(np.abs(had - shares * count) <= len(sizes))
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=15)
+@given(
+  sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+  changes=st.lists(st.integers(1, 40), max_size=3, unique=True).map(sorted),
+  data=st.data(),
+)
+def test_weights_that_change_hold_from_their_draw_on(sizes, changes, data):
+  weight = st.one_of(st.just(0.0), st.floats(0.1, 5))
+  row = st.lists(weight, min_size=len(sizes), max_size=len(sizes)).filter(any)
+  begins = [0, *changes]
+  phases = [(begin, data.draw(row)) for begin in begins]
+  options = {"shuffle": True, "seed": 3, "num_epochs": None}
+  order = weighted_draws(sizes, phases[0][1], later=phases[1:], **options)[:80]
+  drawn = [order[i] for i in range(len(order))]
+  owners = np.searchsorted(np.cumsum(sizes), drawn, side="right")
+  for (begin, weights), end in zip(phases, [*changes, 80]):
+    had = np.bincount(owners[begin:end], minlength=len(sizes))
+    shares = np.asarray(weights) / sum(weights) * (end - begin)
+    assert np.all(np.abs(had - shares) <= len(sizes))
+    assert not had[np.asarray(weights) == 0].any()
+  for number, size in enumerate(sizes):  # no record twice in a pass of its part
+    own = np.asarray(drawn)[owners == number]
+    for at in range(0, len(own), size):
+      assert len(set(own[at : at + size])) == len(own[at : at + size])
+
+
+def test_a_part_may_come_later():
+  mixture = Mixture(mixed().parts, [1, 0], later={8: [0, 1]})
+  assert (mixture.weights, mixture.later, mixture.unused) == ((1, 0), [(8, (0, 1))], ())
+  drawn = list(prompts(build(mixture, num_epochs=1)))
+  assert sorted(drawn[:8]) == sorted(set(drawn[:8])) and max(drawn[:8]) < 10
+  assert set(drawn[8:]) == {10, 11} and len(drawn) == 12
+  assert describe(mixture)[-1] == "from record 8 on: 0.0% from p0, 100.0% from p1"
+  rows = [{"prompts": str(i)} for i in range(12)]
+  weighted = {"sizes": (10, 2), "weights": (1, 0), "later": mixture.later}
+  batches = iter(PromptBatches(rows, 4, seed=0, epochs=1, **weighted))
+  numbers = [[int(x) for x in batch["prompts"]] for batch in batches]
+  assert max(numbers[0] + numbers[1]) < 10 and set(numbers[2]) == {10, 11}
 
 
 WRONG = [

@@ -1,6 +1,7 @@
 import itertools
 import json
 import tracemalloc
+from typing import ClassVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from tunix.data.reading.stream import Streamed
 class Stateful:
   """An iterable with the state of `datasets.IterableDataset`."""
 
-  reads = []  # of all copies
+  reads: ClassVar[list[int]] = []  # of all copies
 
   def __init__(self, records):
     self.records, self.first, self.place = records, 0, 0

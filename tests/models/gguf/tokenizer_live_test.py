@@ -16,11 +16,15 @@ import tokenizers
 
 from tests.models.gguf import ggufs, script_texts, tokenizer_test
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models.gguf import header, tokenizer as gguf_tokenizer
+from tunix.models.gguf import (
+  header,
+  pre_tokenizers as table,
+  tokenizer as gguf_tokenizer,
+)
 from tunix.models.gguf.tokenizer import Kind
 from tunix.models.gguf.tokenizer_keys import metadata_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.real]
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON")
 FILES, FOLDERS = (
@@ -97,9 +101,11 @@ def is_cased_or_mark(letter):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", tokenizer_test.PUBLISHED)
-def test_pre_tokenizers(name, tmp_path):
+@pytest.mark.parametrize("written_name", [x for e in table.TABLE for x in e.names])
+def test_pre_tokenizers(written_name, tmp_path):
+  name = table.by_name(written_name).names[0]
   metadata = tokenizer_test.keys_of(tokenizer_test.trained(name))
+  metadata[tokenizer_test.KEY + "pre"] = written_name
   texts = script_texts.texts(2000, tokenizer_test.SPECIALS + tokenizer_test.PLAIN)
   if tokenizer_test.PUBLISHED[name][0] is tokenizer_test.NFC:  # llama.cpp has no NFC
     texts = [tokenizer_test.NFC.normalize_str(text) for text in texts]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunix.ops.vocabulary import chunks as vocab_chunks
-from tunix.ops.vocabulary.logprobs import token_logps, weighted_nll
+from tunix.ops.vocabulary.logprobs import logps_at, token_logps, weighted_nll
 from tunix.ops.vocabulary.softmax import Layout, Pulls, Rule
 
 B, T, D, V = 8, 40, 16, 64
@@ -326,3 +326,30 @@ def test_float16_with_a_vocabulary_beyond_its_range():
   args = hidden, unembed, jnp.arange(4)[None], jnp.ones((1, 4))
   got = value_and_grads(weighted_nll, args)
   check(got, value_and_grads(plain, args), tolerance=1e-2)
+
+
+@pytest.mark.parametrize(
+  "fixture, vocab_axis, transposed",
+  [(None, None, False), (None, None, True), ("mesh_fsdp4_tp2", "tp", False)],
+)
+def test_several_tokens_at_every_position(
+  inputs, request, fixture, vocab_axis, transposed
+):
+  # 40 positions of all rows in 40 blocks.
+  mesh = request.getfixturevalue(fixture) if fixture else None
+  axes = ("fsdp",) if mesh else ()
+  layout = Layout(transposed, mesh, axes, vocab_axis, chunk_bytes=1, softcap=3.0)
+  hidden, unembed, targets, _ = inputs
+  ids = jnp.stack([targets, (targets + 5) % V, (targets * 7) % V], axis=-1)
+  pulls = jax.random.normal(jax.random.key(5), ids.shape)
+
+  def blocks(hidden, unembed):
+    table = unembed.T if transposed else unembed
+    return jnp.sum(pulls * logps_at(hidden, table, ids, layout, temperature=0.7))
+
+  def whole(hidden, unembed):
+    logps = jax.nn.log_softmax(3 * jnp.tanh(hidden @ unembed / 3) / 0.7)
+    return jnp.sum(pulls * jnp.take_along_axis(logps, ids, axis=-1))
+
+  of = lambda fn: value_and_grads(fn, (hidden, unembed), (0, 1))
+  check(of(blocks), of(whole), 1e-4)

@@ -141,10 +141,17 @@ def test_another_policy_with_the_same_weights_is_refused(mine, its, part):
       clusters.cluster(mine(), rollout=options, rollout_engine="remote")
 
 
-def test_a_host_that_records_no_routes_is_named():
+@pytest.mark.parametrize(
+  ("recorded", "part"),
+  [
+    ({"replay_routes": True}, "replay_routes is True, .* is False"),
+    ({"center_scores": 4}, "center_scores is 4, .* is None"),
+  ],
+)
+def test_a_host_that_records_less_is_named(recorded, part):
   with hosts_lib.served(hosts_lib.make) as (urls, _):
-    options = {"engine_options": {"urls": urls, "lost_s": 5.0}, "replay_routes": True}
-    with pytest.raises(RemoteError, match=r"replay_routes is True, .* is False"):
+    options = {"engine_options": {"urls": urls, "lost_s": 5.0}, **recorded}
+    with pytest.raises(RemoteError, match=part):
       clusters.cluster(rollout=options, rollout_engine="remote")
 
 

@@ -112,6 +112,36 @@ def test_micro_batches_and_padding_do_not_change_the_gradient():
     np.testing.assert_allclose(x, gradients[1][name], atol=2e-5, err_msg=name)
 
 
+def test_several_targets_are_the_sum_of_rows_with_one_target_each():
+  """Rows with 3 and 4 targets, which are computed together, and one with a target."""
+  rng = np.random.default_rng(1)
+  whole, apart = [], []
+  for (x, y), width in zip(rows(0, 5, 9, 9), (3, 4, 0)):
+    shape = (x.size, width) if width else (x.size,)
+    targets = rng.integers(0, VOCAB, shape) if width else y
+    weights = rng.random(shape).astype(np.float32)
+    whole.append((x, targets, weights))
+    columns = zip(targets.T, weights.T) if width else [(targets, weights)]
+    apart += [(x, *column) for column in columns]
+  outputs, gradients = [], []
+  ours = learner()
+  for given in (whole, apart):
+    state = ours.init(SPEC, seed=0)
+    made = checked([x[:2] for x in given], weights=[x[2] for x in given])
+    outputs.append(
+      ours.forward_backward(SPEC, state, made, "cross_entropy", {}, backward=True)
+    )
+    gradients.append(flat(state.gradient))
+  assert [x.logps.shape for x in outputs[0]] == [(5, 3), (9, 4), (9,)]
+  for field in ("logps", "losses"):
+    values = [getattr(x, field) for x in outputs[0]]
+    columns = [column for x in values for column in np.atleast_2d(x.T)]
+    for x, row in zip(columns, outputs[1], strict=True):
+      np.testing.assert_allclose(x, getattr(row, field), atol=5e-6)
+  for name, x in gradients[0].items():
+    np.testing.assert_allclose(x, gradients[1][name], atol=3e-5, err_msg=name)
+
+
 def test_gradients_add_up_and_a_forward_pass_leaves_them():
   ours, given = learner(), checked(rows(0, 5, 9, 14))
   whole, parts = ours.init(SPEC, seed=0), ours.init(SPEC, seed=0)
@@ -197,7 +227,14 @@ def test_wrong_rows():
     check(ids=np.arange(5), target_tokens=np.arange(5))
   with pytest.raises(TinkerError, match=r"ids from 1 to 600 in target_tokens"):
     check(target_tokens=np.array([1, 600, 2]))
-  with pytest.raises(TinkerError, match=r"shape \[3, 2\].*Several targets"):
-    check(target_tokens=np.ones((3, 2), int))
+  several = np.ones((3, 2), int)
+  check(target_tokens=several, weights=np.ones((3, 2)))
+  with pytest.raises(TinkerError, match=r"weights has shape \[3\]; expected \[3, 2\]"):
+    check(target_tokens=several, weights=np.ones(3))
+  rl = {"logprobs": np.ones(3), "advantages": np.ones(3)}
+  with pytest.raises(TinkerError, match=r"\[3, 2\].*only cross_entropy takes several"):
+    check("ppo", target_tokens=several, **rl)
+  with pytest.raises(TinkerError, match="sequence_ratio_mask is 0 at all tokens"):
+    check("gspo", target_tokens=tokens, sequence_ratio_mask=np.zeros(3), **rl)
   with pytest.raises(TinkerError, match="weights has the value nan"):
     check(target_tokens=tokens, weights=np.array([1, np.nan, 1]))

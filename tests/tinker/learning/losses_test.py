@@ -14,15 +14,18 @@ LOGPS = [-1.0, -2.0, -0.5, -3.0]
 OLD = [-1.5, -1.0, -0.5, -2.0]
 ADVANTAGES = [1.0, 2.0, -1.0, -2.0]
 WEIGHTS = [1.0, 0.5, 2.0, 0.0]
+RATIO_MASK = [1.0, 2.0, 0.0, 1.0]  # the last token counts, though its weight is 0
 
 
 def inputs():
   values = {"logprobs": OLD, "advantages": ADVANTAGES, "weights": WEIGHTS}
+  values["sequence_ratio_mask"] = RATIO_MASK
   return {name: jnp.array([x]) for name, x in values.items()}
 
 
 def by_hand(name):
   out = []
+  s = math.exp((0.5 - 1.0 - 1.0) / 3)  # below the lower bound of gspo
   for p, q, a, w in zip(LOGPS, OLD, ADVANTAGES, WEIGHTS):
     ratio = math.exp(p - q)
     value = {
@@ -31,6 +34,7 @@ def by_hand(name):
       "ppo": -min(ratio * a, min(max(ratio, 0.8), 1.2) * a),
       "cispo": -min(max(ratio, 0.0), 4.0) * a * p,
       "dro": -(a * p - 0.5 * 0.1 * (p - q) ** 2),
+      "gspo": -min(s * a, 0.9997 * a),
     }[name]
     out.append(w * value)
   return out
@@ -44,7 +48,7 @@ def test_values_and_gradients(name):
   np.testing.assert_allclose(values, by_hand(name), rtol=1e-6)
   slopes = jax.grad(lambda p: total(p).sum())(jnp.array([LOGPS]))[0]
   ratios = [math.exp(p - q) for p, q in zip(LOGPS, OLD)]
-  a, w = ADVANTAGES, WEIGHTS
+  a, w, s = ADVANTAGES, WEIGHTS, math.exp(-0.5)
   expected = {
     "cross_entropy": [-x for x in w],
     "importance_sampling": [-w[i] * ratios[i] * a[i] for i in range(4)],
@@ -53,6 +57,8 @@ def test_values_and_gradients(name):
     "ppo": [0.0, -w[1] * ratios[1] * a[1], -w[2] * a[2], 0.0],
     "cispo": [-w[i] * min(ratios[i], 4.0) * a[i] for i in range(4)],
     "dro": [-w[i] * (a[i] - 0.1 * (LOGPS[i] - OLD[i])) for i in range(4)],
+    # The third token has A < 0 and a ratio below the bound: clipped.
+    "gspo": [-w[0] * s * a[0], -w[1] * s * a[1], 0.0, 0.0],
   }[name]
   np.testing.assert_allclose(slopes, expected, rtol=1e-6)
 
@@ -67,8 +73,8 @@ def test_a_token_of_weight_0_reaches_neither_value_nor_gradient():
 
 
 def test_wrong_names_and_configurations():
-  with pytest.raises(NotServedError, match="gspo"):
-    losses.loss_named("gspo")
+  with pytest.raises(NotServedError, match="its formula is not part of the SDK"):
+    losses.loss_named("stable_reinforce")
   with pytest.raises(TinkerError, match=r"'grpo'; expected one of cross_entropy"):
     losses.loss_named("grpo")
   with pytest.raises(TinkerError, match="beta is nan"):

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from tunix.serve.http.bodies import to_json
+from tunix.tinker import client_data
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.learning import data
+from tunix.tinker.learning.sparse import Sparse
 from tunix.tinker.protocol import protobuf, wire
 from tunix.tinker.protocol.results import Result
+from tunix.tinker.settings import TinkerSettings
+from tunix.tinker.work import operations
 
 tinker = pytest.importorskip("tinker")
 messages = pytest.importorskip("tinker.proto.tinker_public_pb2")
@@ -66,6 +70,96 @@ def test_bodies_that_are_no_messages():
   for body in (b"\xff" * 12, b"\x0b", b"\x0a\x05ab", b"\x09\x01"):
     with pytest.raises(TinkerError, match="no message of the protocol"):
       list(protobuf.fields(body))
+
+
+def wide(sparse):
+  """A datum with three targets for each of two positions, two of them listed."""
+  made = {}
+  for name, dtype in (("target_tokens", np.int64), ("weights", np.float32)):
+    dense = np.array([[0, 0, 7], [0, 5, 0]], dtype)
+    made[name] = tinker.TensorData.from_numpy(dense)
+    if sparse:
+      made[name] = tinker.TensorData(
+        data=dense[dense != 0],
+        dtype=made[name].dtype,
+        shape=[2, 3],
+        sparse_crow_indices=[0, 1, 2],
+        sparse_col_indices=[2, 1],
+      )
+  return tinker.Datum(tinker.ModelInput.from_ints([1, 2]), made)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("form", ["proto", "json"])
+def test_several_targets_for_each_position(form, sparse):
+  datum = wide(sparse)
+  message = request(data=[datum], loss_fn="cross_entropy")
+  read = wire.gradient_from_proto(message.SerializeToString())
+  if form == "json":
+    keys = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
+    inputs = {
+      name: {key: getattr(x, key) for key in keys}
+      for name, x in datum.loss_fn_inputs.items()
+    }
+    sent = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": inputs}
+    content = {"data": [sent], "loss_fn": "cross_entropy"}
+    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": content}
+    read = wire.gradient_from_json(body, backward=True)
+  given = read.read_rows()
+  (row,) = data.check_rows(given, read.loss, vocab_size=10, max_tokens=9)
+  (again,) = data.from_arrays(data.to_arrays([row]))
+  for x in (row, again):
+    assert x.inputs["target_tokens"].tolist() == [[0, 0, 7], [0, 5, 0]]
+    assert x.inputs["weights"].tolist() == [[0, 0, 7], [0, 5, 0]]
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"shape": [2, 2]},  # a column beyond it
+    {"shape": [2]},
+    {"shape": [3, 3]},  # a row pointer too few
+    {"columns": [2, 0], "starts": [0, 2, 2]},  # descending
+    {"columns": [2, 2], "starts": [0, 2, 2]},  # twice
+    {"columns": [2, -1]},
+    {"starts": [0, 2, 1]},
+    {"starts": [1, 1, 2]},
+    {"starts": [0, 1, 3]},
+    {"shape": [2, 2**63]},
+  ],
+)
+def test_sparse_tensors_that_do_not_fit(changes):
+  given = {"starts": [0, 1, 2], "columns": [2, 1], "shape": [2, 3]} | changes
+  starts, columns = np.array(given["starts"]), np.array(given["columns"])
+  with pytest.raises(TinkerError, match="a sparse tensor has the shape"):
+    Sparse(np.array([7, 5]), starts, columns, given["shape"])
+
+
+def test_a_short_message_that_names_a_huge_array_is_refused_by_its_size():
+  zero = np.zeros(0, np.int64)
+  huge = Sparse(zero, np.zeros(4, np.int64), zero, [3, 2**31 - 1])
+  row = data.Row(tokens=np.ones(3, int), inputs={"target_tokens": huge})
+  with pytest.raises(TinkerError, match=r"has 6442450941 targets; expected at most"):
+    operations.gradient(
+      [row], "cross_entropy", None, backward=True, vocab_size=9, limits=TinkerSettings()
+    )
+
+
+def test_results_of_several_targets_as_the_sdk_reads_them():
+  """Rows of 0, 2, 2 and 1 targets: each run of equal numbers is a record."""
+  arrays = {
+    "lengths": np.array([2, 1, 2, 1], np.int32),
+    "widths": np.array([0, 2, 2, 1], np.int32),
+    "logprobs": -np.arange(9, dtype=np.float32),
+  }
+  result = Result(values={"metrics": {}}, arrays=arrays)
+  read = response_conv.deserialize_forward_backward_output(wire.to_proto(result))
+  rows = [x["logprobs"].tolist() for x in read.loss_fn_outputs]
+  assert rows == [[0, -1], [[-2, -3]], [[-4, -5], [-6, -7]], [[-8]]]
+  shapes = [x["logprobs"]["shape"] for x in wire.to_json(result)["loss_fn_outputs"]]
+  assert shapes == [[2], [1, 2], [2, 2], [1, 1]]
+  outputs = client_data.outputs_of(result).loss_fn_outputs
+  assert [x["logprobs"].tolist() for x in outputs] == rows
 
 
 def test_results_as_the_sdk_reads_them():

@@ -28,6 +28,8 @@ from tunix.perf import programs
 from tunix.perf.chips import Chip
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import (
+  apart,
+  gpus,
   handover,
   program,
   residents,
@@ -60,8 +62,9 @@ config.json of a folder.
   tunix plan --model.name=llama3p1_8b --training.global_batch_size=16 \\
       --data.max_length=4096 --topology v5e:4x4 --mesh fsdp=8,tp=2
 
-  --topology NAME  v5e:4x4, v6e:2x4, v5p:2x2x1, ... (needs libtpu, but no TPU), cpu:8,
-                   gpu (this machine's)
+  --topology NAME  v5e:4x4, v6e:2x4, v5p:2x2x1, ... (needs libtpu, but no TPU), h100:8,
+                   h200:1, a100-80:1x2x8, ... (needs tunix[plan-gpu], but no GPU),
+                   cpu:8, gpu (this machine's)
   --mesh AXES      instead of the configuration's mesh; without either, fsdp over all
   --fit            also find the largest micro-batch that fits, or settings that make
                    the run fit
@@ -133,14 +136,34 @@ def plan(
 
   Raises:
     ValueError: the topology does not exist, the mesh does not match its devices,
-      settings contradict each other, or `ship_key` is no file with a key.
-    ImportError: libtpu is missing.
+      settings contradict each other, `ship_key` is no file with a key, or `ship` is
+      given for GPUs that are not there.
+    ImportError: libtpu, or the compiler for GPUs, is missing.
     FileNotFoundError: there is no such model.
     OSError: `ship` cannot be written.
   """
+  options = {"fit": fit, "ship": ship, "ship_key": ship_key}
+  return apart.plan(_plan, config, topology, mesh, **options)
+
+
+def _plan(
+  config: RunSettings,
+  topology: str,
+  mesh: dict[str, int] | None,
+  *,
+  fit: bool,
+  ship: str | None,
+  ship_key: str | None,
+) -> RunEstimate:
+  """Compiles the programs in this process; see `plan`."""
+  if ship is not None and gpus.is_name(topology):
+    raise ValueError(
+      f"--ship is {ship!r} and --topology {topology}; XLA chooses kernels on the GPU "
+      "itself. Leave --ship out, or plan there with --topology gpu"
+    )
   if ship is not None:
     run_folder.check_writable("--ship", pathlib.Path(ship))
-  key = None if ship_key is None else _ship_key(ship_key, ship)
+  key = None if ship_key is None else shipped.signing_key(ship_key, ship)
   job = JOBS[config.job]
   where = topology_lib.find(topology)
   devices, sampling = mesh_axes.divided(config.rollout_axes, where.devices)
@@ -207,17 +230,6 @@ def _estimate(
     engine=sampled,
     handover=sent,
   )
-
-
-def _ship_key(file: str, folder: str | None) -> bytes:
-  """Returns the key in a file, which must not be shipped itself."""
-  places = [pathlib.Path(x).expanduser().absolute() for x in (file, folder or "")]
-  if places[0].is_relative_to(places[1]) and folder is not None:
-    raise ValueError(
-      f"--ship-key is {file!r}, which is in the folder of --ship; expected a file "
-      "outside of it. Whoever has the key can sign"
-    )
-  return shipped.read_key("--ship-key", file)
 
 
 def _ship(
@@ -353,7 +365,7 @@ def advise(config: RunSettings, mesh: Mesh, estimate: RunEstimate) -> str:
   if estimate.memory_bytes is None:
     raise ValueError(
       "--fit compares with the memory of a device, which is not known for "
-      f"{estimate.topology}: give the topology of a TPU, or gpu"
+      f"{estimate.topology}: give the topology of a TPU or a GPU"
     )
   if isinstance(config, RLRun):
     raise ValueError(

@@ -266,7 +266,7 @@ def parser(
     *more,
     Section(ServeOptions),
     # No route returns the experts of a token.
-    Section(EngineConfig, without=("record_routes",), defaults=engine),
+    Section(EngineConfig, without=("record_routes", "record_head"), defaults=engine),
     Section(ServeSettings, defaults=name),
     Section(TinkerSettings, _TINKER, defaults=tokens),
   )

@@ -179,6 +179,9 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     # Not around the training, whose errors are also those of the user's functions.
     with keys.naming(config):
       trainer = JOBS[config.job].build(loaded)
+    if (evaluation := prepared.evaluation) is not None:
+      stack.callback(evaluation.close)
+      trainer.with_evaluation(evaluation)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.distill_settings import DistillRun, DistillSettings, StudentRollout
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.make import data as build_data, objects
+from tunix.cli.make import data as build_data, fingerprints, objects
 from tunix.cli.make.data import RunData
 from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings
@@ -26,8 +27,10 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
+from tunix.distillation.teachers import SelfTeacher, Teachers
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import backbone, calling
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -46,22 +49,36 @@ _ON_POLICY = {
   "max_completion_length": "rollout.max_tokens_to_generate",
 }
 _JSD_BETA = 0.5  # weighs both models equally
+# A teacher whose unembedding is not one fixed table is compared by its top tokens.
+_TOP_K = 100
+_SELF = {"temperature": 1.0, "alpha": 1.0, "divergence": "reverse_kl"}
 
 
-def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:
+def strategy(
+  config: DistillRun, vocab_size: int = _TOP_K
+) -> LogitStrategy | PolicyGradientStrategy:
   """Builds the strategy that compares student and teacher.
+
+  Args:
+    config: settings of the run.
+    vocab_size: bounds the default of top_k.
 
   Raises:
     ValueError: an option is out of its range.
   """
   values = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
   options = {name: value for name, value in values.items() if value is not None}
-  if config.distill.divergence == "jsd":
-    options.setdefault("beta", _JSD_BETA)
+  section = config.distill
   with keys.under("distill", DistillSettings):
-    if config.distill.strategy == "policy_gradient":
+    if section.strategy == "policy_gradient":
       temperature = options.get("temperature", config.rollout.temperature)
       return PolicyGradientStrategy(temperature=temperature)
+    if section.divergence == "jsd":
+      options.setdefault("beta", _JSD_BETA)
+    if section.self_teacher is not None:
+      options = _SELF | options
+    if section.self_teacher in ("average", "current") or section.teachers:
+      options.setdefault("distill_top_k", min(_TOP_K, vocab_size))
     return LogitStrategy(**options)
 
 
@@ -95,10 +112,11 @@ def check(config: DistillRun) -> None:
       f"data.pad_to is {config.data.pad_to!r} and distill.cache is {section.cache!r}, "
       "which finds rows by their padded tokens. Leave data.pad_to out"
     )
-  if section.teacher is None and section.cache is None:
+  sources = (section.teacher, section.cache, section.self_teacher)
+  if all(source is None for source in sources) and not section.teachers:
     raise ValueError(
       "distill.teacher is not set. Give --distill.teacher=FOLDER, or --distill.cache "
-      "with the outputs of a teacher"
+      "with the outputs of a teacher, or --distill.self_teacher=average"
     )
 
 
@@ -126,17 +144,26 @@ def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
       max_prompt_length=sampling.max_prompt_length,
       max_completion_length=sampling.max_tokens_to_generate,
       on_policy_fraction=config.distill.on_policy_fraction or 0.0,
+      max_teacher_prompt_length=config.distill.max_teacher_prompt_length
+      if config.distill.taught.template is not None
+      else None,
       seed=config.seed if sampling.seed is None else sampling.seed,
       **options,
     )
 
 
-def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+def as_prompts(
+  batch: Mapping[str, np.ndarray], teachers: Sequence[str] = ()
+) -> dict[str, list[Any]]:
   """Converts a batch of `rows.SideBySide` to the input of the on-policy trainer.
 
+  Args:
+    batch: the batch.
+    teachers: names of the teachers, if the batch has numbers of teachers.
+
   Returns:
-    Token ids of the prompts, and of the completions if the batch has some, without
-    padding and without rows of padding.
+    Token ids of the prompts, and of the completions and the teacher's prompts if the
+    batch has some, without padding and without rows of padding; names of teachers.
   """
   real = np.flatnonzero(batch["weights"])
 
@@ -145,7 +172,13 @@ def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
     return [tokens[row][mask[row]] for row in real]
 
   names = {"prompts": "prompt", "completions": "completion"}
-  return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
+  names |= {"teacher_prompts": "teacher_prompt"}
+  out: dict[str, list[Any]] = {
+    ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch
+  }
+  if teachers:
+    out["teachers"] = [teachers[number] for number in batch["teacher"][real]]
+  return out
 
 
 def _build_data(
@@ -157,17 +190,23 @@ def _build_data(
     FileNotFoundError, ValueError: as for `build_data.build_data`, or the teacher has
       another tokenizer.
   """
-  teacher = config.distill.teacher
-  if teacher is not None and not objects.is_name(teacher):
+  section = config.distill
+  folders = [section.teacher] if section.teacher else section.teachers.values()
+  for teacher in folders:
+    if objects.is_name(teacher):
+      continue
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
   data = build_data.build_data(config, tokenizer, scans)
   if not config.is_on_policy:
     return data
+  convert = functools.partial(as_prompts, teachers=tuple(section.teachers))
   train, held_out = (
-    None if part is None else part.map(as_prompts)  # pyright: ignore
+    None if part is None else part.map(convert)  # pyright: ignore
     for part in (data.train, data.eval)
   )
-  return dataclasses.replace(data, train=train, eval=held_out)
+  named = {f"teachers.{name}": folder for name, folder in section.teachers.items()}
+  prints = data.fingerprints | fingerprints.of_models(named)
+  return dataclasses.replace(data, train=train, eval=held_out, fingerprints=prints)
 
 
 def _build(run: Loaded) -> DistillationTrainer:
@@ -178,10 +217,9 @@ def _build(run: Loaded) -> DistillationTrainer:
       is not the teacher of the cache.
   """
   config: DistillRun = run.config
-  section, compared = config.distill, strategy(config)
-  teacher: Any = None
-  if section.teacher is not None:
-    teacher = run.models.load(section.teacher, dtype=section.teacher_dtype)
+  section = config.distill
+  compared = strategy(config, calling.vocab_size(run.model) or _TOP_K)
+  teacher = _teacher(run)
   if section.cache is not None:
     if run.of_shapes:
       raise ValueError(
@@ -215,16 +253,38 @@ def _build(run: Loaded) -> DistillationTrainer:
   )
 
 
+def _teacher(run: Loaded) -> Any:
+  """Loads the teacher, or the teachers; None if a cache alone has its outputs."""
+  section = run.config.distill
+  load = functools.partial(run.models.load, dtype=section.teacher_dtype)
+  if section.teachers:
+    return Teachers({name: load(folder) for name, folder in section.teachers.items()})
+  if section.self_teacher == "initial":
+    first = run.models.reference(None)
+    return backbone.reference_of(run.model) if first is None else first
+  if section.self_teacher is not None:
+    rate = {} if section.average_rate is None else {"rate": section.average_rate}
+    return SelfTeacher(weights=section.self_teacher, **rate)
+  return None if section.teacher is None else load(section.teacher)
+
+
+def _source(config: DistillRun) -> str:
+  """Returns the words for the teacher in the lines of a run."""
+  section = config.distill
+  if section.self_teacher is not None:
+    return f"itself ({section.self_teacher} weights) with a demonstration"
+  return str(section.teacher or ", ".join(section.teachers) or section.cache)
+
+
 def _batch(config: DistillRun) -> str:
   section = config.distill
   if config.is_on_policy:
     return (
       f"{config.training.global_batch_size} prompts a step; in "
       f"{section.on_policy_fraction:.0%} of the steps the student writes, with at most "
-      f"{config.rollout.max_tokens_to_generate} tokens; taught by {section.teacher}"
+      f"{config.rollout.max_tokens_to_generate} tokens; taught by {_source(config)}"
     )
-  source = section.teacher if section.teacher is not None else section.cache
-  return f"{sft.rows(config)}, taught by {source}"
+  return f"{sft.rows(config)}, taught by {_source(config)}"
 
 
 _ROLLOUT = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
@@ -253,7 +313,14 @@ def _prompts(config: DistillRun, length: int) -> Prompts:
   width = config.rollout.max_prompt_length
   ids = np.zeros((config.training.global_batch_size, width), np.int32)
   mask = np.broadcast_to(np.arange(width) >= width - length, ids.shape)
-  return Prompts(prompt_ids=ids, prompt_mask=mask.astype(ids.dtype))
+  mask = mask.astype(ids.dtype)
+  more: dict[str, Any] = {}
+  if config.distill.teachers:
+    more["teacher"] = np.arange(len(ids), dtype=np.int32) % len(config.distill.teachers)
+  if config.distill.taught.template is not None:
+    own = np.zeros((len(ids), config.distill.max_teacher_prompt_length), np.int32)
+    more |= {"teacher_prompt_ids": own, "teacher_prompt_mask": np.ones_like(own)}
+  return Prompts(prompt_ids=ids, prompt_mask=mask, **more)
 
 
 DISTILL = Job(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import Dtype, StreamRun
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
+from tunix.data.turns.teacher_prompts import DEMONSTRATION, Taught
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
@@ -36,6 +37,21 @@ class DistillSettings:
     jsd_beta: weight of the teacher in the mixture of jsd; null: 0.5.
     cache: folder that keeps the teacher's top_k tokens of every row, so that they are
       computed once. Without distill.teacher the folder is only read.
+    self_teacher: weights of the student as its own teacher, which reads a demonstration
+      in its prompt, with distill.on_policy_fraction. average: a moving average of the
+      student's weights; current: the weights at each step; initial: those before the
+      training. In place of distill.teacher. Defaults of this setting: reverse_kl,
+      temperature 1, alpha 1, and top_k 100 unless the weights are initial.
+    average_rate: share of the new weights in the average after each step; null: 0.05.
+    template: prompt of the teacher, with the student's prompt at {prompt} and the
+      demonstration at {demonstration}; null: a text of the library if
+      distill.self_teacher or distill.demonstration is set, else the student's prompt.
+    demonstration: field of the records with the demonstration; null: the answer.
+    max_teacher_prompt_length: most tokens of a prompt that only the teacher reads. A
+      longer one is not cut: with data.overlong=drop or truncate its record is left out.
+    teachers: folders of several teachers by name, in place of distill.teacher. Each
+      record names its own. Default of top_k with it: 100.
+    teacher_column: field of the records with the name of the teacher.
   """
 
   teacher: str | None = model_setting("teacher")
@@ -48,6 +64,13 @@ class DistillSettings:
   divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
   jsd_beta: float | None = None
   cache: str | None = setting(None, path="written", may_change=True)
+  self_teacher: Literal["average", "current", "initial"] | None = None
+  average_rate: float | None = None
+  template: str | None = None
+  demonstration: str | None = None
+  max_teacher_prompt_length: int = 1024
+  teachers: dict[str, str] = setting(default_factory=dict, may_change=True)
+  teacher_column: str = "teacher"
 
   def __post_init__(self):
     checks.fields(
@@ -57,7 +80,10 @@ class DistillSettings:
       alpha=checks.SHARE,
       jsd_beta=checks.SHARE,
       temperature=checks.POSITIVE,
+      average_rate=checks.SHARE,
+      max_teacher_prompt_length=checks.COUNT,
     )
+    self._check_teachers()
     fraction = self.on_policy_fraction
     if self.strategy == "policy_gradient":
       if fraction != 1:
@@ -77,11 +103,61 @@ class DistillSettings:
         f"cache is {self.cache!r} and distill.on_policy_fraction {fraction}; new "
         "completions of the student are in no cache. Leave one of them out"
       )
-    if self.teacher_dtype is not None and self.teacher is None:
+    has_folder = self.teacher is not None or self.teachers
+    if self.teacher_dtype is not None and not has_folder:
       raise ValueError(
         f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set. Name "
         "the teacher's folder"
       )
+
+  def _check_teachers(self) -> None:
+    """Refuses several sources of the teacher, and keys that would not be read."""
+    sources = ("teacher", "self_teacher", "teachers")
+    given = [name for name in sources if getattr(self, name)]
+    if len(given) > 1:
+      raise ValueError(
+        f"{given[1]} is {getattr(self, given[1])!r} and distill.{given[0]} "
+        f"{getattr(self, given[0])!r}; expected one of them. Leave one out"
+      )
+    own = [
+      name
+      for name in (*sources[1:], "template", "demonstration")
+      if getattr(self, name)
+    ]
+    if own and self.on_policy_fraction is None:
+      raise ValueError(
+        f"{own[0]} is {getattr(self, own[0])!r} and distill.on_policy_fraction not "
+        "set. Set it to 1: the student writes the completions that this teacher scores"
+      )
+    unread = {
+      "average_rate": self.self_teacher == "average",
+      "max_teacher_prompt_length": self.taught.template is not None,
+      "teacher_column": bool(self.teachers),
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for name, is_read in unread.items():
+      if not is_read and (value := getattr(self, name)) != defaults[name]:
+        raise ValueError(
+          f"{name} is {value!r}, and neither the teacher nor its prompt reads it. "
+          "Leave it out, or set distill.self_teacher, template or teachers"
+        )
+
+  @property
+  def taught(self) -> Taught:
+    """What the records have for the teacher.
+
+    Raises:
+      ValueError: a place of the template is missing.
+    """
+    template = self.template
+    if template is None and (self.self_teacher or self.demonstration):
+      template = DEMONSTRATION
+    return Taught(
+      template=template,
+      demonstration=self.demonstration,
+      teachers=tuple(self.teachers),
+      column=self.teacher_column,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +177,7 @@ class StudentRollout(RolloutConfig):
   slots: int | None = setting(None, python_only=True)
   gather_weights: GatherWeights = setting(None, python_only=True)
   replay_routes: bool = setting(False, python_only=True)
+  center_scores: int = setting(0, python_only=True)
   engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
 
 
@@ -146,13 +223,16 @@ class DistillRun(StreamRun):
       return SFT
     # Every evaluation compares on the same completions, those of the data.
     prompts_only = training and self.distill.on_policy_fraction == 1
-    return PROMPTS if prompts_only else ANSWERED
+    return self.distill.taught.kind(PROMPTS if prompts_only else ANSWERED)
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
     """Returns the keys of the row length, or of the student's lengths."""
     if kind is SFT:
       return {"max_length": "data.max_length"}
-    return {
+    names = {
       "max_prompt_length": "rollout.max_prompt_length",
       "max_completion_length": "rollout.max_tokens_to_generate",
     }
+    if self.distill.taught.template is not None:
+      names["max_teacher_prompt_length"] = "distill.max_teacher_prompt_length"
+    return names

@@ -273,3 +273,11 @@ class RewardRun(PreferenceRun):
 
   job: Literal["reward"] = "reward"
   preference: RewardModelSettings = RewardModelSettings()
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.eval.env is not None:
+      raise ValueError(
+        f"eval.env is {self.eval.env!r} and job is reward, whose model scores answers "
+        "and writes none. Leave eval.env out"
+      )

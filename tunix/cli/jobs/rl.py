@@ -59,6 +59,9 @@ def build_learner(run: Loaded) -> RLLearner:
       "the policy for each process"
     )
   algorithm, roles = config.algorithm, config.rl
+  if run.of_shapes and getattr(algorithm, "feedback", None) is not None:
+    # A plan's prompts have no columns.
+    algorithm = dataclasses.replace(algorithm, feedback=None)
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:
     models["reference"] = run.models.reference(roles.reference)
@@ -94,7 +97,9 @@ def build_learner(run: Loaded) -> RLLearner:
   learner = algorithms.learner_of(algorithm)(
     cluster,
     algorithm,
-    _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
+    _no_rewards
+    if run.of_shapes
+    else rewards.build_rewards(config.reward, run.output_dir),
     data_shuffle_seed=roles.shuffle_seed,
     **_episodes(run),
   )
@@ -158,6 +163,7 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
     train,
     temperature=section.eval_temperature,
     replay_routes=False,
+    center_scores=0,
     **dict.fromkeys(names),
   )
   return {Mode.TRAIN: train, Mode.EVAL: held_out}
@@ -215,7 +221,9 @@ def check(config: RLRun) -> None:
     ValueError: gives the number of completions of a prompt that fit; or there are
       filters and a correction.
   """
-  setup.check_support(config.rollout, config.algorithm, config.rl.staleness)
+  settings = config.rollout, config.algorithm, config.rl.staleness
+  setup.check_support(*settings)
+  setup.check_centering(*settings)
   _, length = _length(config)
   row = length * 12  # bytes of a row's ids, mask and log-probabilities, 4 each
   prompts, size = config.training.global_batch_size, config.algorithm.num_generations

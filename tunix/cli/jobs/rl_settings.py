@@ -19,6 +19,7 @@ from tunix.rl.config import PromptSizes, ScheduleSettings
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.experience.samples import Samples
 from tunix.rl.grpo.grpo_learner import GRPOConfig
+from tunix.rl.grpo.sdpo_learner import SDPOConfig
 from tunix.rl.ppo.ppo_learner import PPOConfig
 from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -196,6 +197,11 @@ class RLRun(RunSettings):
         f"{self.rollout.engine!r}: set rollout.engine to remote and rl.rollout_hosts "
         "to the addresses of its hosts, or neither"
       )
+    if self.extends_prompts and self.data.template_args:
+      raise ValueError(
+        "algorithm.name is sdpo and data.template_args is set, which the prompts of "
+        "its teacher do not get. Set tokenizer.template_args for all conversations"
+      )
     if self.env is not None and (self.data.template_args or self.data.chat is False):
       raise ValueError(
         "env is set and data.chat or data.template_args, which have no effect on the "
@@ -217,6 +223,11 @@ class RLRun(RunSettings):
         "episode has limits and env is not set, so there are no episodes. Set env, or "
         "leave episode out"
       )
+
+  @property
+  def extends_prompts(self) -> bool:
+    """True if a teacher reads the prompts with a hint, before the chat template."""
+    return isinstance(self.algorithm, SDPOConfig) and self.env is None
 
   @property
   def follows_lengths(self) -> bool:

@@ -33,14 +33,17 @@ def choose(
   if report is None:
     report = scan(source, getattr(config.data, "scan_limit", None))
   shards = _shards(config.mesh)
-  if source.kind in (PROMPT_ROWS, PROMPTS, ANSWERED):
+  if source.kind.name in (PROMPT_ROWS.name, PROMPTS.name, ANSWERED.name):
     # The model writes the completions, whose lengths no scan sees.
     layout: Any = source.layout
     limits = SideBySide(
       max_prompt_length=layout.max_prompt_length,
       max_completion_length=config.rollout.max_tokens_to_generate,
+      max_teacher_prompt_length=getattr(layout, "max_teacher_prompt_length", None),
     )
-    prompts = dataclasses.replace(report, lengths={"prompt": report.lengths["prompt"]})
+    names = [name for name in report.lengths if "prompt" in name]
+    lengths = {name: report.lengths[name] for name in names}
+    prompts = dataclasses.replace(report, lengths=lengths)
     return Widths(layout=widths.bounded(limits, prompts, shards))
   sizes, layout = config.training, source.layout
   rows, batches = sizes.eval_rows, 1

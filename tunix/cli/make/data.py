@@ -30,6 +30,7 @@ from tunix.data.records import (
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
   PROMPT_ROWS,
+  RAW_PROMPT_COLUMN,
   SFT,
   Kind,
 )
@@ -126,15 +127,19 @@ def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
-  data, opened = config.data, {}
+  data, opened, size = config.data, {}, config.training.global_batch_size
   for name, names, weights in data.sources(environments.tasks(_env(config))):
-    kind = config.kind(training=name == "train")
-    if name == "train" and isinstance(data, StreamSettings) and data.stream:
+    training = name == "train"
+    kind = config.kind(training=training)
+    if training and isinstance(data, StreamSettings) and data.stream:
       opened[name] = data_streams.open_stream(
         names, kind, data.columns, data.shuffle_buffer
       )
-    else:
-      opened[name] = data_sources.open_records(names, kind, weights, data.columns)
+      continue
+    later = {step * size: some for step, some in data.weights_at.items()}
+    opened[name] = data_sources.open_records(
+      names, kind, weights, data.columns, later if training else None
+    )
   return opened
 
 
@@ -251,6 +256,23 @@ def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[st
   return rest | {PROMPT_COLUMN: prompt}
 
 
+def _with_raw_prompts(
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: Records,
+  prompts: Mapping[int, Any],
+) -> dict[int, Any]:
+  """Returns the rows with their prompts before the chat template, too."""
+  chat = tokenizer.has_chat_template() if config.data.chat is None else config.data.chat
+  raw = {i: _unrendered(records, i, row)[PROMPT_COLUMN] for i, row in prompts.items()}
+  if chat:
+    raw = {
+      i: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+      for i, prompt in raw.items()
+    }
+  return {i: {**row, RAW_PROMPT_COLUMN: raw[i]} for i, row in prompts.items()}
+
+
 def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
 
@@ -263,6 +285,12 @@ def _check_rewards(config: RunSettings, columns: list[str]) -> None:
   """Refuses reward functions and environments that do not fit the data."""
   env = _env(config)
   rewards.check(_reward(config), columns, has_others=env is not None)
+  feedback = getattr(getattr(config, "algorithm", None), "feedback", None)
+  if feedback is not None and env is None and feedback not in columns:
+    raise ValueError(
+      f"algorithm.feedback is {feedback!r}, which is no column of the data. It has "
+      f"{', '.join(columns) or 'none'}. Correct the name, or leave it out"
+    )
   if env is not None:
     environments.check(env, columns)
 
@@ -273,7 +301,8 @@ def _scan_key(
   """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
-  form = (tunix.__version__, part.kind.name, part.kind.expected, fields, STEP)
+  kind = part.kind
+  form = (tunix.__version__, kind.name, kind.expected, kind.settings, fields, STEP)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
@@ -281,7 +310,7 @@ def _scan_key(
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
-    limits = (*limits, part.weights)
+    limits = (*limits, part.weights, *part.later)
   if isinstance(part, Streamed):
     limits = (*limits, "stream", part.columns)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
@@ -323,6 +352,8 @@ def batches(
     assert isinstance(records, Records)
     if kept is None:
       scan(_source(config, tokenizer, records), kept=(kept := {}))
+    if getattr(config, "extends_prompts", False):
+      kept = _with_raw_prompts(config, tokenizer, records, kept)
     return _prompt_batches(config, records, kept, training=training)
   assert isinstance(config, StreamRun)
   data = config.data
@@ -360,6 +391,7 @@ def _prompt_batches(
   if isinstance(records, Mixture) and records.weights is not None:
     # Shares count the prompts that are left, since dropped ones are never drawn.
     options = {"sizes": records.count_by_part(prompts), "weights": records.weights}
+    options["later"] = records.later
   seed = config.seed if config.data.shuffle else None
   return PromptBatches(
     rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
@@ -376,7 +408,8 @@ def epochs(config: RunSettings) -> int | None:
 def count_steps(config: RunSettings, report: Report) -> int | None:
   """Returns the number of optimizer steps of a run; None if not known in advance.
 
-  Packing, an incomplete scan with dropped records, and dynamic sampling hide it.
+  Packing, an incomplete scan with dropped records, a curriculum and dynamic sampling
+  hide it.
 
   Args:
     config: settings of the run.
@@ -411,7 +444,7 @@ def _count_updates(config: Any, report: Report, passes: int) -> int | None:
 
   The learner skips mini-batches whose weights are all 0, so that there may be fewer.
   """
-  if getattr(config.algorithm, "dynamic_sampling", False):
+  if config.algorithm.collects_batches or config.algorithm.curriculum is not None:
     return None
   size = config.training.global_batch_size
   whole, rest = divmod(report.kept, size)

@@ -43,6 +43,7 @@ def open_records(
   kind: Kind,
   weights: Sequence[float] = (),
   columns: Mapping[str, str] | None = None,
+  later: Mapping[int, Sequence[float]] | None = None,
 ) -> Records:
   """Opens one source, or several as a `Mixture`.
 
@@ -50,6 +51,7 @@ def open_records(
     names: names of sources, see the top of this file.
     kind: kind of their records.
     weights: weights of the sources, see `Mixture`; () visits every record once a pass.
+    later: number of a draw -> weights from that draw on, see `Mixture`.
     columns: name that the kind expects -> name of the column in the sources.
 
   Raises:
@@ -65,7 +67,7 @@ def open_records(
     parts = [Renamed(part, columns) for part in parts]
   if len(parts) == 1 and not weights:
     return parts[0]
-  return Mixture(parts, weights or None)
+  return Mixture(parts, weights or None, later=later)
 
 
 def is_call(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the function that makes the environments of a run from the key `env`."""
+"""Builds the environments of a run from its keys: of rollouts, and of evaluations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunix.cli.make import objects, rewards
+from tunix.cli.make import data_sources, objects, rewards
+from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.cli.utils import call_strings
+from tunix.data.records import PROMPT_COLUMN, PROMPT_ROWS
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import making
 from tunix.rl.env.adapters import reasoning_gym
+from tunix.rl.experience.env_evaluation import EnvEvaluation
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.utils.setting import shared_values
 
 
 def tasks(text: str | None) -> str | None:
@@ -62,3 +68,37 @@ def digest(text: str | None) -> str:
   if text == reasoning_gym.PREFIX:
     text = f"{text}:"
   return "" if text is None else rewards.source_digest(text)
+
+
+def evaluation_of(
+  config: RunSettings, tokenizer: TokenizerAdapter
+) -> EnvEvaluation | None:
+  """Returns the evaluation in environments of a run; None without `eval.env`.
+
+  Raises:
+    FileNotFoundError, ImportError, ValueError: a function or prompts that do not exist
+      or do not fit together.
+  """
+  if not isinstance(config, StreamRun) or (env := config.eval.env) is None:
+    return None
+  section = config.eval
+  source = tasks(env) if section.prompts is None else section.prompts
+  if source is None:
+    raise ValueError(
+      f"eval.env is {env!r} and eval.prompts is not set. Give a file of "
+      "prompts with the columns that the environment names"
+    )
+  records = data_sources.open_records(source, PROMPT_ROWS)
+  read = [PROMPT_ROWS.read(records[i], records.where(i)) for i in range(len(records))]
+  rows = [{PROMPT_COLUMN: record.prompt, **record.extra} for record in read]
+  check(env, list(read[0].extra))
+  return EnvEvaluation(
+    make_env(env),
+    rows,
+    tokenizer,
+    RolloutConfig(**shared_values(RolloutConfig, section), seed=config.seed),
+    section.episode,
+    num_generations=section.num_generations,
+    pass_threshold=section.pass_threshold,
+    batch_size=section.batch_size,
+  )

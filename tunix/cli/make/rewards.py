@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import pathlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,13 +15,22 @@ from tunix.cli.make.fingerprints import digest as digest_of
 from tunix.cli.settings.spelling import did_you_mean
 from tunix.cli.utils import call_strings
 from tunix.cli.utils.call_strings import CallString
-from tunix.rl.reward import functions as reward_fns, outcomes as reward_outcomes
+from tunix.rl.reward import (
+  functions as reward_fns,
+  judge,
+  outcomes as reward_outcomes,
+)
 from tunix.rl.reward.rewards import RewardManager
 from tunix.utils import checks
 from tunix.utils.setting import model_setting, setting
 
-# The ready set: functions of rl.reward_fns that make a reward function.
-READY = {
+JUDGES = {
+  "judge": judge.Judge,
+  "pair_judge": judge.PairJudge,
+  "rubric": judge.Rubric,
+}
+# The ready set: judges, and functions of rl.reward_fns that make a reward function.
+READY: dict[str, Callable[..., Any]] = JUDGES | {
   name: getattr(reward_fns, name)
   for name in (
     "exact_match",
@@ -42,8 +52,9 @@ class RewardSettings:
   Attributes:
     functions: reward functions: names of the ready set (exact_match,
       numeric_match(column=answer), ...), functions of your own ("pkg.mod:fn",
-      "/path/file.py:fn"), or calls that return a function ("pkg.mod:make(scale=2)").
-      Ready functions that compare an answer read the text after `</think>`.
+      "/path/file.py:fn"), calls that return a function ("pkg.mod:make(scale=2)"), or
+      judges ("judge('prompt.txt', model='name', url='http://host:8000/v1')"). Ready
+      functions that compare an answer read the text after `</think>`.
     weights: weight of each function; null: all 1.
     model: folder of a reward model whose score is added to the rewards; null: none.
     workers: processes that run the functions; 0: the training process itself.
@@ -77,22 +88,33 @@ class RewardSettings:
     return (self.functions,) if isinstance(self.functions, str) else self.functions
 
 
-def build_rewards(settings: RewardSettings) -> RewardManager | None:
+def build_rewards(
+  settings: RewardSettings, folder: pathlib.Path | None = None
+) -> RewardManager | None:
   """Builds the manager of the functions; None if only the reward model scores.
+
+  Args:
+    settings: section `reward`.
+    folder: folder of a run, which keeps the answers of judges; None: nothing does.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: a function does not exist.
+    RecordError: an answer of a judge in the folder is damaged.
   """
   if not settings.entries:
     return None
   functions = [function(text) for text in settings.entries]
-  return RewardManager(
+  manager = RewardManager(
     functions,
     settings.weights,
     workers=settings.workers,
     timeout_s=settings.timeout_s or TIMEOUT_S if settings.workers else None,
     names=_names(functions),
   )
+  if folder is not None:
+    for asking in manager.judges:
+      asking.asker.keep_in(folder / "judges")
+  return manager
 
 
 def check(
@@ -191,7 +213,10 @@ def source_digest(text: str) -> str:
   if objects.is_name(text):
     # A notebook edits the code of a function while its name stays.
     return digest_of(_content(objects.get(text), 0))
-  return call_strings.source_digest(call_strings.parse_call_string(text))
+  call = call_strings.parse_call_string(text)
+  if call.source is None and call.name in JUDGES:
+    return digest_of(_content(function(text), 0))  # it has read its files
+  return call_strings.source_digest(call)
 
 
 # Parts within parts of a function that its digest covers.

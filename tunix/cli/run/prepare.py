@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.make import loading, optimizer
+from tunix.cli.make import environments, loading, optimizer
 from tunix.cli.make.data import RunData
 from tunix.cli.run import folder as run_folder, processes
 from tunix.cli.run.folder import RunFolder
@@ -24,6 +24,7 @@ from tunix.generate.sizes import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
+from tunix.rl.experience.env_evaluation import EnvEvaluation
 from tunix.sft.config import Schedule
 from tunix.utils import folder_lock, tree
 
@@ -42,6 +43,7 @@ class Prepared:
     data: checked data.
     optimizer: optimizer of the model.
     learning_rate: rate or schedule of the optimizer.
+    evaluation: evaluation in environments; None: there is none.
   """
 
   config: RunSettings
@@ -52,6 +54,7 @@ class Prepared:
   data: RunData
   optimizer: optax.GradientTransformation
   learning_rate: float | Schedule
+  evaluation: EnvEvaluation | None
 
   @property
   def row_length(self) -> tuple[str, int]:
@@ -71,7 +74,11 @@ class Prepared:
     if not widths or JOBS[self.config.job].rollout(self.config) is None:
       return self.config
     longest = max(each.layout.max_prompt_length for each in widths)
-    return keys.with_value(self.config, "rollout.max_prompt_length", longest)
+    config = keys.with_value(self.config, "rollout.max_prompt_length", longest)
+    own = [each.layout.max_teacher_prompt_length for each in widths]
+    if None in own:
+      return config
+    return keys.with_value(config, "distill.max_teacher_prompt_length", max(own))
 
 
 def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
@@ -119,6 +126,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
     data=data,
     optimizer=tx,
     learning_rate=rate,
+    evaluation=environments.evaluation_of(config, tokenizer),
   )
 
 

@@ -32,6 +32,9 @@ class DataSettings:
       entries in these proportions. A pass then has as many records as all entries
       together and repeats a small entry with a large weight. An entry with the weight 0
       is left out. []: every record once.
+    weights_at: weights of data.train that hold from a step on: {500: [1, 1], 1000: [0,
+      1]}. Each entry goes on where it was. A step counts training.global_batch_size
+      records, those that are left out included.
     columns: names of records with the columns that hold them: {prompt: question,
       response: answer}.
     shuffle: a new order in every epoch. Evaluation keeps the order of the file.
@@ -63,6 +66,7 @@ class DataSettings:
     None, path="data", may_change=True, fingerprint="eval", takes_object=True
   )
   weights: tuple[float, ...] = ()
+  weights_at: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
   columns: dict[str, str] = dataclasses.field(default_factory=dict)
   shuffle: bool = True
   num_epochs: int | None = None
@@ -78,8 +82,16 @@ class DataSettings:
       for name in (names,) if isinstance(names, str) else names or ():
         files.check_address(f"data.{key}", name)
     if self.weights:
-      train = self.train if isinstance(self.train, tuple) else (self.train,)
-      mixture.check_weights(self.weights, len(train))
+      count = len(self.train) if isinstance(self.train, tuple) else 1
+      mixture.check_weights(self.weights, count)
+      for step, weights in self.weights_at.items():
+        checks.number("a step of weights_at", step, checks.COUNT, whole=True)
+        mixture.check_weights(weights, count)
+    elif self.weights_at:
+      raise ValueError(
+        f"weights_at has the steps {sorted(self.weights_at)} and data.weights is not "
+        "set. Set data.weights to the weights of the first step"
+      )
 
   def sources(
     self, train: tuple[str, ...] | str | None = None
@@ -192,6 +204,12 @@ class RowSettings(StreamSettings):
     super().__post_init__()
     OneRow(max_length=self.max_length)  # its constructor checks the range
     check_lengths("length_buckets", self.length_buckets, self.max_length)
+    if self.weights_at and not self.is_padded:
+      other = "packing" if self.packing else "length_buckets"
+      raise ValueError(
+        f"weights_at is set and data.{other} too, whose steps have no fixed number of "
+        "records. Leave one of them out"
+      )
     if self.length_buckets and self.packing:
       raise ValueError(
         f"length_buckets is {list(self.length_buckets)} and data.packing is true, "

@@ -55,6 +55,7 @@ _REDUCTIONS = {
   "dapo": "token-mean",
   "grpo": "sequence-mean-token-mean",
   "dr_grpo": "sequence-mean-token-scale",
+  "sapo": "sequence-mean-token-mean",
 }
 # Names that need no key: the value has no effect, or is what tunix does anyway.
 _NOT_NEEDED = {"bf16", "fp16", "use_peft", "dataset_train_split"}
@@ -189,6 +190,7 @@ def _batch(
 def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
     ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
+    ours["algorithm.loss_algo"] = "sapo" if value == "sapo" else None
     return {key: value for key, value in ours.items() if value is not None}
   names = _several(value)
   return {"preference.loss": names[0]} if len(names) == 1 else {}

@@ -23,6 +23,7 @@ from tunix.cli.settings.training import (
 from tunix.data.records import Kind
 from tunix.generate.tokenizer import chat_template
 from tunix.models.lora import LoraConfig
+from tunix.rl.env.config import EpisodeConfig
 from tunix.sft.config import CheckpointOptions
 from tunix.utils import checks
 from tunix.utils.setting import model_setting, setting
@@ -240,7 +241,7 @@ class RunSettings(abc.ABC):
       )
     export_settings.check(self)
     self._check_best()
-    if self.training.eval_every_n_steps is not None and self.data.eval is None:
+    if self.training.eval_every_n_steps is not None and not self.evaluates:
       raise ValueError(
         f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
         "data.eval is not set. Name a file to evaluate on"
@@ -251,7 +252,7 @@ class RunSettings(abc.ABC):
     best, every = self.training.best, self.training.eval_every_n_steps
     if best is None:
       return
-    if self.data.eval is None:
+    if not self.evaluates:
       raise ValueError(
         "training.best is set and data.eval is not. Name a file to evaluate on"
       )
@@ -260,6 +261,11 @@ class RunSettings(abc.ABC):
         f"training.best.patience is {best.patience} and training.eval_every_n_steps is "
         "not set, so the only evaluation is after the last step. Set it"
       )
+
+  @property
+  def evaluates(self) -> bool:
+    """True if the run is evaluated."""
+    return self.data.eval is not None
 
   @property
   def export_kind(self) -> str:
@@ -300,11 +306,70 @@ class RunSettings(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvEvalSettings:
+  """Evaluation in environments, in each evaluation of the run.
+
+  Attributes:
+    env: function that makes the environments of the evaluations, named as the key env
+      of grpo: pkg.mod:make, /path/file.py:make(level=2), or reasoning_gym:NAME(size=50)
+      for tasks of reasoning-gym. Evaluations then have the mean reward of the
+      episodes and pass@k. null: no environments.
+    prompts: prompts with the columns that env names, named as in data.train; null: env
+      names tasks of reasoning-gym.
+    num_generations: episodes of each prompt; pass@k has k of 1, 2, 4, ... up to it.
+    pass_threshold: reward from which an episode passes.
+    temperature: temperature of the actions; 0: greedy.
+    max_prompt_length: most tokens of the first prompt of an episode.
+    max_tokens_to_generate: most tokens of an action.
+    batch_size: prompts whose episodes run at once.
+    episode: limits of the episodes; null: the defaults of the section episode of grpo.
+  """
+
+  env: str | None = setting(None, path="function", takes_object=True)
+  prompts: tuple[str, ...] | str | None = setting(None, path="data", takes_object=True)
+  num_generations: int = 1
+  pass_threshold: float = 1.0
+  temperature: float = 1.0
+  max_prompt_length: int = 256
+  max_tokens_to_generate: int = 256
+  batch_size: int = 16
+  episode: EpisodeConfig | None = None
+
+  def __post_init__(self):
+    checks.fields(
+      self,
+      temperature=checks.NOT_NEGATIVE,
+      **dict.fromkeys(
+        ("num_generations", "max_prompt_length", "max_tokens_to_generate"), checks.COUNT
+      ),
+      batch_size=checks.COUNT,
+    )
+    names = [f.name for f in dataclasses.fields(self) if f.name != "env"]
+    default = {f.name: f.default for f in dataclasses.fields(self)}
+    others = [name for name in names if getattr(self, name) != default[name]]
+    if self.env is None and others:
+      raise ValueError(
+        f"{others[0]} is {getattr(self, others[0])!r} and eval.env is not set, so no "
+        f"environment is evaluated. Set eval.env, or leave eval.{others[0]} out"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamRun(RunSettings):
-  """The keys of a job that trains on given completions, not on rollouts."""
+  """The keys of a job that trains on given completions, not on rollouts.
+
+  Attributes:
+    eval: evaluation in environments, in each evaluation of the run.
+  """
 
   data: StreamSettings = dataclasses.field(default=StreamSettings())
   training: MicroBatchSettings = dataclasses.field(default=MicroBatchSettings())
+  eval: EnvEvalSettings = setting(EnvEvalSettings(), may_change=True)
+
+  @property
+  def evaluates(self) -> bool:
+    """True if the run is evaluated, on data or in environments."""
+    return super().evaluates or self.eval.env is not None
 
   def __post_init__(self):
     super().__post_init__()

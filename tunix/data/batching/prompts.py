@@ -110,6 +110,7 @@ class PromptBatches:
     sizes: number of rows of each part of a weighted mixture.
     weights: weight of each part, see `tunix.data.reading.mixture.Mixture`; None
       visits every row once per pass.
+    later: (draw, weights) pairs: the weights from that draw on.
 
   Raises:
     ValueError: a part with a weight has no row.
@@ -124,6 +125,7 @@ class PromptBatches:
     epochs: int | None,
     sizes: Sequence[int] = (),
     weights: Sequence[float] | None = None,
+    later: Sequence[tuple[int, Sequence[float]]] = (),
   ):
     self.rows, self.size, self.seed, self.epochs = rows, size, seed, epochs
     self.sizes = tuple(sizes)
@@ -137,9 +139,8 @@ class PromptBatches:
       # Importing Grain takes a second; only weighted mixtures need it.
       from tunix.data.batching import draws
 
-      self._draws = draws.weighted_draws(
-        sizes, weights, shuffle=seed is not None, seed=seed or 0, num_epochs=None
-      )
+      options = {"shuffle": seed is not None, "seed": seed or 0, "later": later}
+      self._draws = draws.weighted_draws(sizes, weights, num_epochs=None, **options)
 
   def order(self, epoch: int) -> Any:
     """Returns the row numbers of an epoch, which depend only on seed and epoch."""

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tunix.data.reading.stored import HeldRecords, Records
@@ -24,13 +24,20 @@ class Mixture(Records):
   the next pass continues after the last record that this pass drew. A part with the
   weight 0 is left out: the mixture is the same as without it.
 
+  Weights may change after a number of draws. Each part then goes on where it was.
+
   Attributes:
     parts, weights: the parts that are drawn from, and their weights.
+    later: (draw, weights) pairs: the weights from that draw on.
     unused: names of the parts with the weight 0.
   """
 
   def __init__(
-    self, parts: Sequence[Any], weights: Sequence[float] | None = None, kind: Any = None
+    self,
+    parts: Sequence[Any],
+    weights: Sequence[float] | None = None,
+    kind: Any = None,
+    later: Mapping[int, Sequence[float]] | None = None,
   ):
     """Concatenates the parts.
 
@@ -40,6 +47,7 @@ class Mixture(Records):
         record once per pass.
       kind: kind of the parts that are not `Records` (see `tunix.data.records`). None
         takes the kind of the first part that is.
+      later: number of a draw -> weights from that draw on; needs `weights`.
 
     Raises:
       ValueError: there are no parts, their kinds differ, or the weights do not fit.
@@ -61,12 +69,17 @@ class Mixture(Records):
         f"parts are of the kinds {sorted({self.kind.name, *others})}; a mixture takes "
         "parts of one kind"
       )
-    self.weights, self.unused = None, ()
+    self.weights, self.unused, self.later = None, (), ()
     if weights is not None:
-      checked = check_weights(weights, len(parts))
-      self.unused = tuple(p.name for p, w in zip(self.parts, checked) if not w)
-      self.parts = tuple(part for part, w in zip(self.parts, checked) if w)
-      self.weights = tuple(filter(None, checked))
+      checked = {0: check_weights(weights, len(parts))}
+      checked |= {at: check_weights(w, len(parts)) for at, w in (later or {}).items()}
+      is_used = [any(column) for column in zip(*checked.values())]
+      used = lambda values: tuple(x for x, kept in zip(values, is_used) if kept)
+      self.unused = tuple(p.name for p, kept in zip(self.parts, is_used) if not kept)
+      self.parts = used(self.parts)
+      (_, self.weights), *self.later = [
+        (at, used(checked[at])) for at in sorted(checked)
+      ]
     self.name = ", ".join(part.name for part in self.parts)
     # _ends[i] is one past the last record number of part i, for bisection.
     self._ends = list(itertools.accumulate(map(len, self.parts)))
@@ -152,6 +165,12 @@ def describe(records: Any) -> list[str]:
       f"{share:.1%} from {part.name} ({len(part):,} {records.kind.noun}, "
       f"{passes:.2f} times a pass)"
     )
+  for draw, weights in records.later:
+    shares = ", ".join(
+      f"{w / sum(weights):.1%} from {part.name}"
+      for part, w in zip(records.parts, weights)
+    )
+    lines.append(f"from record {draw:,} on: {shares}")
   return [
     *lines,
     *(f"nothing from {name} (its weight is 0)" for name in records.unused),

@@ -35,6 +35,9 @@ class EngineConfig:
     record_routes: record the experts of each token, and return them with the last delta
       of a completion; the model must be a mixture of experts. The host keeps the
       records of running completions and of all pages of the cache.
+    record_head: record this number of the most likely tokens of the distribution that
+      each token is drawn from, with their probabilities; 0: none. Requests with
+      `logprobs` get them.
 
   Raises:
     ValueError: a number is out of range, or two contradict each other.
@@ -52,6 +55,7 @@ class EngineConfig:
   max_top_logprobs: int = 20
   attention: str = "auto"
   record_routes: bool = False
+  record_head: int = 0
 
   def __post_init__(self):
     checks.fields(
@@ -65,6 +69,7 @@ class EngineConfig:
       draft_tokens=checks.NOT_NEGATIVE,
       adapter_ranks=checks.NOT_NEGATIVE,
       max_top_logprobs=checks.NOT_NEGATIVE,
+      record_head=checks.NOT_NEGATIVE,
     )
     if self.prefill_tokens % self.page_tokens:
       raise ValueError(

@@ -31,10 +31,9 @@ _FIELDS = {
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _FINAL, _INNER = "final_logit_softcapping", "attn_logit_softcapping"
 _CAP = {_FINAL: _FINAL}
-_EXPERTS = {
-  "num_experts": "expert_count",
-  "moe_intermediate_size": "expert_feed_forward_length",
-}
+_COUNT, _USED = "expert_count", "expert_used_count"
+_WIDTH = "expert_feed_forward_length"
+_EXPERTS = {"num_experts": _COUNT, "moe_intermediate_size": _WIDTH}
 _LOCAL_THETA = "rope.freq_base_swa"
 _PATTERN = "attention.sliding_window_pattern"
 _KEY, _VALUE = "attention.key_length", "attention.value_length"
@@ -78,6 +77,7 @@ class Architecture:
 
 _SILU = {"hidden_act": "silu"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def _types(sliding: list[bool]) -> Json:
@@ -90,6 +90,10 @@ def _every(hf: Json, step: int) -> Json:
   windowed = hf.get("sliding_window") is not None
   count = hf["num_hidden_layers"]
   return _types([windowed and (not step or (i + 1) % step != 0) for i in range(count)])
+
+
+def _three_of_four(hf: Json) -> list[int]:
+  return [int((i + 1) % 4 != 0) for i in range(hf["num_hidden_layers"])]
 
 
 def _scalar(hf: Json, layers: int) -> Json:
@@ -241,16 +245,17 @@ _QWEN3 = Architecture(
   model_types=("qwen3",),
   fixed=lambda hf: _SILU | {"use_sliding_window": False},
 )
+_QWEN_EXPERTS = {
+  "norm_topk_prob": True,
+  "decoder_sparse_step": 1,
+  "mlp_only_layers": [],
+}
 _GEMMA = Architecture(
-  name="gemma",
-  model_types=("gemma",),
-  fixed=lambda hf: _GELU,
-  norm_offset=1.0,
+  name="gemma", model_types=("gemma",), fixed=lambda hf: _GELU, norm_offset=1.0
 )
+_BY_LAYER = "num_key_value_heads", "intermediate_size", "head_dim"
 _GEMMA4_FIELDS = {
-  field: key
-  for field, key in _FIELDS.items()
-  if field not in ("num_key_value_heads", "intermediate_size", "head_dim")
+  field: key for field, key in _FIELDS.items() if field not in _BY_LAYER
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -262,16 +267,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     Architecture(
       name="qwen3moe",
       model_types=("qwen3_moe",),
-      fields=_FIELDS | _EXPERTS | {"num_experts_per_tok": "expert_used_count"},
-      fixed=lambda hf: (
-        _SILU
-        | {
-          "use_sliding_window": False,
-          "norm_topk_prob": True,
-          "decoder_sparse_step": 1,
-          "mlp_only_layers": [],
-        }
-      ),
+      fields=_FIELDS | _EXPERTS | {"num_experts_per_tok": _USED},
+      fixed=lambda hf: _QWEN3.fixed(hf) | _QWEN_EXPERTS,
     ),
     _GEMMA,
     dataclasses.replace(
@@ -294,10 +291,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     Architecture(
       name="gemma4",
       model_types=("gemma4_text", "gemma4"),
-      fields=_GEMMA4_FIELDS
-      | _WINDOW
-      | _EXPERTS
-      | {"top_k_experts": "expert_used_count"},
+      fields=_GEMMA4_FIELDS | _WINDOW | _EXPERTS | {"top_k_experts": _USED},
       fixed=lambda hf: _GELU,
       names={
         "model.layers.{i}.router.scale": ("blk.{i}.ffn_gate_inp.scale",),
@@ -339,28 +333,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
       _LLAMA,
       name="smollm3",
       model_types=("smollm3",),
-      fixed=lambda hf: (
-        _SILU
-        | {
-          "no_rope_layers": [
-            int((i + 1) % 4 != 0) for i in range(hf["num_hidden_layers"])
-          ]
-        }
-      ),
+      fixed=lambda hf: _SILU | {"no_rope_layers": _three_of_four(hf)},
     ),
     Architecture(
       name="gpt-oss",
       model_types=("gpt_oss",),
       fields=_FIELDS
       | _WINDOW
-      | {
-        "num_local_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "intermediate_size": "expert_feed_forward_length",
-      },
-      fixed=lambda hf: (
-        _SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0} | _every(hf, 2)
-      ),
+      | {"num_local_experts": _COUNT, "num_experts_per_tok": _USED}
+      | {"intermediate_size": _WIDTH},
+      fixed=lambda hf: _SILU | _SWIGLU | _every(hf, 2),
       names={
         f"model.layers.{{i}}.mlp.experts.{fused}{end}": tuple(
           f"blk.{{i}}.ffn_{part}_exps.{kind}" for part in parts

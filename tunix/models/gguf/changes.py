@@ -6,50 +6,54 @@ decoded as a whole.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 
-class Source(Protocol):
-  """A tensor of a GGUF file that is decoded by indexing.
+def hollow(tensors: Sequence[Any]) -> list[np.ndarray]:
+  """Returns arrays of the same shapes that take no memory."""
+  return [np.broadcast_to(np.float32(0), tensor.shape) for tensor in tensors]
+
+
+class Change(abc.ABC):
+  """The relation between Hugging Face tensors and GGUF tensors.
 
   Attributes:
-    shape: its shape in NumPy's order.
+    axis: the axis of the GGUF tensors that has the rows of a Hugging Face tensor.
   """
 
-  @property
-  def shape(self) -> tuple[int, ...]: ...
+  axis: ClassVar[int] = 0
 
-  def __getitem__(self, index: Any) -> np.ndarray:
-    """Returns decoded numbers; `index` is for the first axis or the first axes."""
-    ...
-
-
-class Change(Protocol):
-  """The relation between Hugging Face tensors and GGUF tensors."""
-
+  @abc.abstractmethod
   def to_gguf(self, hf: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns all GGUF tensors of a link, given all its Hugging Face tensors."""
-    ...
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
+  @abc.abstractmethod
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
+    """Returns rows of a Hugging Face tensor.
+
+    Args:
+      gguf: the GGUF tensors: arrays, or objects that decode what is indexed.
+      number: position of the Hugging Face tensor in the link.
+      rows: the rows.
+    """
+
+  def shape(self, gguf: Sequence[Any]) -> tuple[int, ...]:
     """Returns the shape of each Hugging Face tensor, given the GGUF tensors.
 
     Raises:
-      ValueError: the GGUF tensors have shapes that the change cannot have made.
+      ValueError, IndexError: the change cannot have made GGUF tensors of these shapes.
     """
-    ...
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
-    """Returns rows of the Hugging Face tensor at this number of the link."""
-    ...
+    row = self.to_hf(hollow(gguf), 0, slice(0, 1))
+    return (gguf[0].shape[self.axis], *row.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Plain(Change):
   """One tensor, stored with a number added.
 
   Attributes:
@@ -61,16 +65,13 @@ class Plain:
   def to_gguf(self, hf: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [hf[0] + np.float32(self.offset) if self.offset else hf[0]]
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    return gguf[0].shape
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
     value = gguf[0][rows]
     return value - np.float32(self.offset) if self.offset else value
 
 
 @dataclasses.dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Change):
   """Rows of queries or keys, in the order of the original Llama's rotary embedding.
 
   Hugging Face rotates the dimensions i and i + H/2 of a head together, this order has
@@ -85,15 +86,7 @@ class Interleaved:
   def to_gguf(self, hf: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [hf[0][self._order(len(hf[0]), (self.heads, 2, -1))]]
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    if gguf[0].shape[0] % (2 * self.heads):
-      raise ValueError(
-        f"{gguf[0].shape[0]} rows of queries or keys; expected a multiple of twice "
-        f"their {self.heads} heads"
-      )
-    return gguf[0].shape
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
     return gguf[0][self._order(gguf[0].shape[0], (self.heads, -1, 2))[rows]]
 
   def _order(self, count: int, split: tuple[int, int, int]) -> np.ndarray:
@@ -101,37 +94,31 @@ class Interleaved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
+class Stacked(Change):
   """The tensors of all experts [out, in], stored as one [E, out, in]."""
+
+  axis = 1
 
   def to_gguf(self, hf: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.stack(hf)]
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    _, outputs, inputs = gguf[0].shape
-    return outputs, inputs
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
     return gguf[0][number, rows]
 
 
 @dataclasses.dataclass(frozen=True)
-class Swapped:
+class Swapped(Change):
   """One tensor [E, in, out], stored as [E, out, in]."""
 
   def to_gguf(self, hf: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [hf[0].swapaxes(1, 2)]
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    experts, outputs, inputs = gguf[0].shape
-    return experts, inputs, outputs
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
     return gguf[0][rows].swapaxes(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternating:
+class Alternating(Change):
   """Gate and up of gpt-oss, whose outputs alternate in one Hugging Face tensor.
 
   The tensor is [E, in, 2 F], and [E, 2 F] for biases. The GGUF tensors are [E, F, in],
@@ -142,14 +129,7 @@ class Alternating:
     outputs_first = hf[0] if hf[0].ndim == 2 else hf[0].swapaxes(1, 2)
     return [outputs_first[:, 0::2], outputs_first[:, 1::2]]
 
-  def shape(self, gguf: Sequence[Source]) -> tuple[int, ...]:
-    gate, up = (part.shape for part in gguf)
-    if gate != up:
-      raise ValueError(f"gate has shape {gate} and up {up}; expected the same")
-    experts, outputs, *inputs = gate
-    return (experts, *inputs, 2 * outputs)
-
-  def to_hf(self, gguf: Sequence[Source], number: int, rows: slice) -> np.ndarray:
+  def to_hf(self, gguf: Sequence[Any], number: int, rows: slice) -> np.ndarray:
     both = np.stack([part[rows] for part in gguf], axis=2)
     joined = both.reshape(len(both), -1, *both.shape[3:])
     return joined if joined.ndim == 2 else joined.swapaxes(1, 2)

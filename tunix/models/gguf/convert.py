@@ -15,10 +15,8 @@ from tunix.models.gguf.header import library
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _BIASED = "blk.0.attn_output.bias"
-_HEADS = {
-  "self_attn.q_proj": "num_attention_heads",
-  "self_attn.k_proj": "num_key_value_heads",
-}
+_Q, _K = "self_attn.q_proj", "self_attn.k_proj"
+_HEADS = {_Q: "num_attention_heads", _K: "num_key_value_heads"}
 
 
 @dataclasses.dataclass(frozen=True)

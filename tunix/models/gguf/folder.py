@@ -136,12 +136,7 @@ def _make(folder: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
 
 
 def _files(config: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the small files of the folder: text by name.
-
-  Args:
-    config: contents of config.json, without the ids that end an answer.
-    metadata: metadata of the GGUF file.
-  """
+  """Returns the small files: text by name. `config` lacks the ids of tokens."""
   ids: dict[str, Any] = {}
   try:
     ids = tokenizer.generation_config(metadata)
@@ -169,19 +164,16 @@ def _cache() -> pathlib.Path | None:
   return pathlib.Path(home) / "tunix" / "gguf"
 
 
+# Returns a folder that is removed when the process ends.
+_temporary = functools.cache(lambda: tempfile.TemporaryDirectory(prefix="tunix-gguf-"))
+
+
 @functools.cache
 def _in_temporary(name: str, file: pathlib.Path) -> pathlib.Path:
   return _make(pathlib.Path(_temporary().name) / name, file)
 
 
-@functools.cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-  """Returns a folder that is removed when the process ends."""
-  return tempfile.TemporaryDirectory(prefix="tunix-gguf-")
-
-
 def _is_gguf(file: pathlib.Path) -> bool:
-  """Returns True for a file of this kind by its name, or else by its first bytes."""
   if file.suffix.lower() == ".gguf":
     return True
   with file.open("rb") as stream:  # files of Ollama have other names

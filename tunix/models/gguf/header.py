@@ -13,7 +13,7 @@ import math
 import mmap
 import pathlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,10 @@ _MAX_TEXT = 1 << 20  # bytes of one text; the longest chat templates have 100,00
 _MAX_ALIGNMENT = 1 << 16
 _MAX_AXES = 4
 _TEXT, _LIST = 8, 9
+_AGAIN = "Download the file again"
 # Codes of the values with a fixed size -> their type in NumPy.
-_TYPES = {
-  code: np.dtype(name)
-  for code, name in (
-    *((0, "u1"), (1, "i1"), (2, "<u2"), (3, "<i2"), (4, "<u4"), (5, "<i4")),
-    *((6, "<f4"), (7, "?"), (10, "<u8"), (11, "<i8"), (12, "<f8")),
-  )
-}
+_NAMES = "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"
+_TYPES = {code: np.dtype(name) for code, name in enumerate(_NAMES) if name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,19 +113,16 @@ def read(file: pathlib.Path) -> Header:
       a part of several files, or its header contradicts itself.
   """
   check_file(file)
-  size = file.stat().st_size
-  if size < len(_MAGIC):  # an empty file cannot be mapped
-    raise _damaged(file, f"{size} bytes")
-  with file.open("rb") as stream:
-    data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
   try:
+    if (size := file.stat().st_size) < len(_MAGIC):  # an empty file cannot be mapped
+      raise ValueError(f"it has {size} bytes")
+    with file.open("rb") as stream:
+      data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     return _Walk(data).header(file)
   except ValueError as error:
-    raise _damaged(file, brief(error, 500)) from error
-
-
-def _damaged(file: pathlib.Path, what: str) -> ValueError:
-  return ValueError(f"{file} cannot be read as a GGUF file: {what}")
+    raise ValueError(
+      f"{file} cannot be read as a GGUF file: {brief(error, 500)}"
+    ) from error
 
 
 def _utf8(raw: bytes) -> str:
@@ -137,9 +130,6 @@ def _utf8(raw: bytes) -> str:
     return raw.decode()
   except UnicodeDecodeError as error:
     raise ValueError(f"the text {brief(raw)} is no UTF-8. {_AGAIN}") from error
-
-
-_AGAIN = "Download the file again"
 
 
 class _Walk:
@@ -151,38 +141,29 @@ class _Walk:
 
   def header(self, file: pathlib.Path) -> Header:
     self._check_kind()
-    tensors, pairs = self._number("<u8"), self._number("<u8")
+    tensors, pairs = self._number(8), self._number(8)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
-      key = self._text(_MAX_KEY)
-      if key in metadata:
-        raise ValueError(f"key {brief(key)} occurs twice. {_AGAIN}")
-      metadata[key] = self._value(key, self._number("<u4"))
-    parts = metadata.get("split.count", 1)
-    if parts != 1:
+      key = self._name(metadata)
+      metadata[key] = self._value(key, self._number(4))
+    if (parts := metadata.get("split.count", 1)) != 1:
       raise ValueError(
         f"split.count is {brief(parts)}; expected 1, a whole model in one file. Join "
         "the parts: llama-gguf-split --merge FIRST_PART WHOLE_FILE"
       )
-    found: dict[str, tuple[tuple[int, ...], Any, int]] = {}
+    found: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(tensors):
-      name = self._text(_MAX_KEY)
-      if name in found:
-        raise ValueError(f"tensor {brief(name)} occurs twice. {_AGAIN}")
-      axes = self._number("<u4")
+      name = self._name(found)
+      axes = self._number(4)
       if not 1 <= axes <= _MAX_AXES:
         raise ValueError(f"tensor {brief(name)} has {axes} axes. {_AGAIN}")
-      shape = [self._number("<u8") for _ in range(axes)]
-      found[name] = (
-        sizes(shape[::-1], f"tensor {brief(name)}: shape"),
-        self._number("<u4"),
-        self._number("<u8"),
-      )
+      shape = [self._number(8) for _ in range(axes)][::-1]
+      shape = sizes(shape, f"tensor {brief(name)}: shape")
+      found[name] = shape, self._number(4), self._number(8)
     return Header(file, metadata, self._placed(found, metadata))
 
   def _check_kind(self) -> None:
-    magic = self._take(4)
-    if magic != _MAGIC:
+    if (magic := self._take(4)) != _MAGIC:
       raise ValueError(f"it begins with {magic!r}; expected {_MAGIC!r}")
     raw = self._take(4)
     version = int.from_bytes(raw, "little")
@@ -197,12 +178,7 @@ class _Walk:
       )
 
   def _placed(self, found: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Info]:
-    """Returns the tensors with their places in the file.
-
-    Raises:
-      ValueError: a tensor has an unknown type, or is not inside the file, or two
-        tensors overlap.
-    """
+    """Returns the tensors with their places, which do not overlap."""
     alignment = metadata.get("general.alignment", 32)
     usual = isinstance(alignment, int) and 0 < alignment <= _MAX_ALIGNMENT
     if not usual or alignment & (alignment - 1):
@@ -234,7 +210,7 @@ class _Walk:
       return self._text(_MAX_TEXT)
     if code != _LIST:
       return self._numbers(key, code, 1)[0].item()
-    item, count = self._number("<u4"), self._number("<u8")
+    item, count = self._number(4), self._number(8)
     if item != _TEXT:
       return self._numbers(key, item, count)
     return self._texts(brief(key), count)
@@ -242,15 +218,13 @@ class _Walk:
   def _texts(self, key: str, count: int) -> Texts:
     starts = array.array("q")
     length_of = struct.Struct("<Q").unpack_from
-    last = len(self.data) - 8  # where the last length can begin
-    at = self.at
+    at, size = self.at, len(self.data)
     for _ in range(count):
-      if at > last:
-        raise self._short(f"{key} announces {count} texts")
       starts.append(at)
-      at += 8 + length_of(self.data, at)[0]
-    if at > len(self.data):
-      raise self._short(f"a text of {key} goes beyond it")
+      at += 8
+      at += length_of(self.data, at - 8)[0] if at <= size else 0
+      if at > size:
+        raise self._short(f"{key} announces {count} texts")
     self.at = at
     return Texts(self.data, starts)
 
@@ -260,22 +234,20 @@ class _Walk:
     dtype = _TYPES[code]
     return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
-  def _number(self, dtype: str) -> int:
-    return int.from_bytes(self._take(np.dtype(dtype).itemsize), "little")
+  def _number(self, nbytes: int) -> int:
+    return int.from_bytes(self._take(nbytes), "little")
+
+  def _name(self, taken: Mapping[str, Any]) -> str:
+    name = self._text(_MAX_KEY)
+    if name in taken:
+      raise ValueError(f"{brief(name)} occurs twice. {_AGAIN}")
+    return name
 
   def _text(self, most: int) -> str:
-    start, length = self._take_length(most)
-    return _utf8(self.data[start : start + length])
-
-  def _take_length(self, most: int) -> tuple[int, int]:
-    """Steps over a text. Returns the position of its first byte, and its length."""
-    length = self._number("<u8")
+    length = self._number(8)
     if length > most:
       raise ValueError(f"a text of {length} bytes; at most {most} are read. {_AGAIN}")
-    if length > len(self.data) - self.at:
-      raise self._short(f"a text announces {length} bytes")
-    start, self.at = self.at, self.at + length
-    return start, length
+    return _utf8(self._take(length))
 
   def _take(self, count: int) -> bytes:
     if count > len(self.data) - self.at:
@@ -289,11 +261,7 @@ class _Walk:
 
 
 def _row(name: str, columns: int, code: int) -> tuple[Any, int]:
-  """Returns the type of a tensor, and the bytes of one row.
-
-  Raises:
-    ValueError: the type is unknown, or rows are no whole number of its blocks.
-  """
+  """Returns the type of a tensor, and the bytes of one row, which are whole blocks."""
   gguf = library()
   try:
     kind = gguf.GGMLQuantizationType(code)

@@ -84,12 +84,7 @@ TABLE = (
 )
 
 # The step between bytes and the letters that stand for them.
-BYTE_LEVEL = {
-  "type": "ByteLevel",
-  "add_prefix_space": False,
-  "trim_offsets": True,
-  "use_regex": True,
-}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 REMEDY = "Take the tokenizer from the model's Hugging Face folder (tokenizer.path)"
 
 # Other spellings of the same pattern in published files.
@@ -152,19 +147,20 @@ def steps(part: Any) -> list[dict[str, Any]]:
 
 
 def as_json(entry: PreTokenizer) -> dict[str, Any]:
-  """Returns the `pre_tokenizer` of a byte-level `tokenizer.json`."""
+  """Returns the parts of a byte-level `tokenizer.json` that the table decides."""
   split = {"type": "Split", "behavior": "Isolated", "invert": False}
   cuts = [{**split, "pattern": {"Regex": pattern}} for pattern in entry.patterns]
-  last = {**BYTE_LEVEL, "use_regex": False}
-  return {"type": "Sequence", "pretokenizers": [*cuts, last]}
+  last = {**_BYTE_LEVEL, "use_regex": False}
+  return {
+    "normalizer": {"type": "NFC"} if entry.composes else None,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, last]},
+    "decoder": {**_BYTE_LEVEL, "use_regex": True},
+    "model": {"type": "BPE", "ignore_merges": entry.ignore_merges},
+  }
 
 
 def _patterns(part: Any) -> tuple[str, ...]:
-  """Returns the patterns of a `pre_tokenizer`, in the spelling of the table.
-
-  Raises:
-    ValueError: a step is of a kind that llama.cpp does not have.
-  """
+  """Returns the patterns of a `pre_tokenizer`, in the spelling of the table."""
   patterns: tuple[str, ...] = ()
   for step in steps(part):
     how = step.get("behavior"), step.get("invert")

@@ -50,29 +50,20 @@ def read(file: File, theta: float = _THETA) -> dict[str, Any]:
     return base | _read_table(table, base["rope_theta"])
   if kind == "none":
     return base | {"rope_type": "default"}
-  if kind == "linear":
-    return base | {
-      "rope_type": "linear",
-      "factor": file.number("rope.scaling.factor"),
-    }
-  if kind == "yarn":
-    return base | _read_yarn(file)
+  if kind in ("linear", "yarn"):
+    factor = file.number("rope.scaling.factor")
+    more = _read_yarn(file, factor) if kind == "yarn" else {}
+    return base | {"rope_type": kind, "factor": factor} | more
   raise ValueError(
     f"rope.scaling.type is {kind!r}; expected 'none', 'linear', 'yarn' or a table of "
     "factors. Use another file of this model"
   )
 
 
-def _read_yarn(file: File) -> dict[str, Any]:
-  factor = file.number("rope.scaling.factor")
-  out: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": factor,
-    "original_max_position_embeddings": _original(file),
-  }
-  for field, key in _BETAS.items():
-    if key in file.metadata:
-      out[field] = file.number(key)
+def _read_yarn(file: File, factor: float) -> dict[str, Any]:
+  out: dict[str, Any] = {"original_max_position_embeddings": _original(file)}
+  given = {field: key for field, key in _BETAS.items() if key in file.metadata}
+  out |= {field: file.number(key) for field, key in given.items()}
   if _ATTENTION in file.metadata:
     # llama.cpp multiplies its number by the factor that is the default here.
     default = length_factor(RopeConfig(scaling="yarn", factor=factor))
@@ -89,22 +80,15 @@ def _read_longrope(file: File) -> dict[str, Any]:
     tables[field] = table.tolist()
   original = max(2, _original(file))  # whose logarithm divides
   scaled = {
+    "rope_type": "longrope",
     "original_max_position_embeddings": original,
     "factor": max(1.0, file.whole("context_length") / original),
+    **tables,
   }
   attention = file.number("rope.scaling.attn_factor", 1.0)
-  default = length_factor(
-    RopeConfig(
-      scaling="longrope",
-      factor=scaled["factor"],
-      original_max_position=original,
-      short_factors=(1.0,),
-      long_factors=(1.0,),
-    )
-  )
-  if not math.isclose(attention, default, rel_tol=1e-6):
+  if not math.isclose(attention, length_factor(rope_of(scaled, 1.0)), rel_tol=1e-6):
     scaled["attention_factor"] = attention
-  return {"rope_type": "longrope", **scaled, **tables}
+  return scaled
 
 
 def _original(file: File) -> int:
@@ -197,8 +181,6 @@ def parse(hf: Mapping[str, Any]) -> RopeConfig:
   """Returns the rotary settings of a canonical `config.json`, those of full layers."""
   table = dict(hf["rope_parameters"])
   table = dict(table.get("full_attention", table))
-  if table["rope_type"] != "proportional":
-    table.pop(
-      "partial_rotary_factor", None
-    )  # Phi's; it is stored as a number of dimensions
+  if table["rope_type"] != "proportional":  # Phi's is stored as a number of dimensions
+    table.pop("partial_rotary_factor", None)
   return rope_of(table, table["rope_theta"])

@@ -40,31 +40,19 @@ class GgufTensor(StoredTensor):
   change: Change = dataclasses.field(kw_only=True)
   number: int = dataclasses.field(kw_only=True)
 
-  def map(self) -> _View:  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Returns an object whose slices are arrays of decoded numbers."""
-    return _View(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class _View:
-  """The numbers of a tensor, decoded by slicing.
-
-  Attributes:
-    tensor: the tensor.
-  """
-
-  tensor: GgufTensor
+  def map(self) -> GgufTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Returns this object, whose slices are arrays of decoded numbers."""
+    return self
 
   def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
     """Returns a slice; `index` has a slice for every axis."""
-    tensor = self.tensor
-    sources = [_Decoded(tensor.file, info) for info in tensor.stored]
-    values = tensor.change.to_hf(sources, tensor.number, index[0])
+    sources = [_Decoded(self.file, info) for info in self.stored]
+    values = self.change.to_hf(sources, self.number, index[0])
     return values[(slice(None), *index[1:])]
 
 
 class _Decoded:
-  """A GGUF tensor in its own order, decoded by indexing; see `changes.Source`."""
+  """A GGUF tensor in its own order, decoded by indexing; see `Change.to_hf`."""
 
   def __init__(self, file: pathlib.Path, info: Info):
     self.shape = info.shape
@@ -182,29 +170,16 @@ def _floats(header: Header) -> Callable[[str], np.ndarray | None]:
 def _tensors(
   file: pathlib.Path, link: convert.Link, stored: tuple[Info, ...]
 ) -> Iterator[GgufTensor]:
-  """Yields the Hugging Face tensors of a link.
-
-  Raises:
-    ValueError: the stored tensors have shapes that do not belong together.
-  """
+  """Yields the Hugging Face tensors of a link."""
   first = stored[0]
-  sources = [_Decoded(file, info) for info in stored]
   try:
-    shape = link.change.shape(sources)
-  except ValueError as error:
+    shape = link.change.shape(stored)
+  except (ValueError, IndexError) as error:
     raise ValueError(
       f"tensor {link.gguf[0]!r} of shape {first.shape} has no place in this "
       f"architecture ({error}). Use another file of this model"
     ) from error
   dtype = _KINDS.get(first.kind.name, np.dtype(np.float32))
   for number, name in enumerate(link.hf):
-    yield GgufTensor(
-      name,
-      file,
-      dtype,
-      shape,
-      first.offset,
-      stored=stored,
-      change=link.change,
-      number=number,
-    )
+    where = {"stored": stored, "change": link.change, "number": number}
+    yield GgufTensor(name, file, dtype, shape, first.offset, **where)

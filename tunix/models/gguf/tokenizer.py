@@ -78,7 +78,7 @@ def files_of(metadata: Mapping[str, Any]) -> dict[str, str]:
   add_eos = _get(metadata, KEY + "add_eos_token", bool, False)
   if model == "gpt2":
     pre = pre_tokenizers.by_name(metadata.get(KEY + "pre"))
-    add_bos, parts = pre.add_bos, _byte_level(pre)
+    add_bos, parts = pre.add_bos, pre_tokenizers.as_json(pre)
   elif model in ("llama", "gemma4"):
     add_bos = model == "llama"
     prefix = _get(metadata, KEY + "add_space_prefix", bool, add_bos)
@@ -154,11 +154,7 @@ def splits(text: str, known: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-  """Returns a value of the metadata.
-
-  Raises:
-    ValueError: the value is missing and has no default, or is of another type.
-  """
+  """Returns a value of the metadata, which has a default or must be there."""
   value = metadata.get(key, default)
   if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
     shown = "missing" if value is None else f"of type {type(value).__name__}"
@@ -250,32 +246,16 @@ def _added_tokens(
   is_phi3 = metadata.get(KEY + "model") == "llama" and re.search("(?i)phi-?3", name)
   plain = ("<unk>", "<s>", "<|endoftext|>")
   return [
-    {
-      "id": number,
-      "content": text,
-      "single_word": False,
-      "lstrip": False,
-      "rstrip": bool(is_phi3) and text not in plain,
-      "normalized": False,
-      "special": kind != Kind.USER_DEFINED,
-    }
+    dict.fromkeys(("single_word", "lstrip", "normalized"), False)
+    | {"id": number, "content": text, "special": kind != Kind.USER_DEFINED}
+    | {"rstrip": bool(is_phi3) and text not in plain}
     for number, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
     if kind in (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
   ]
 
 
-def _byte_level(pre: pre_tokenizers.PreTokenizer) -> dict[str, Any]:
-  """Returns the parts of `tokenizer.json` that a pre-tokenizer decides."""
-  return {
-    "normalizer": {"type": "NFC"} if pre.composes else None,
-    "pre_tokenizer": pre_tokenizers.as_json(pre),
-    "decoder": pre_tokenizers.BYTE_LEVEL,
-    "model": {"type": "BPE", "ignore_merges": pre.ignore_merges},
-  }
-
-
 def _sentencepiece(prefix: bool, unknown: str | None) -> dict[str, Any]:
-  """Returns the same parts of a tokenizer over characters.
+  """Returns the parts of `tokenizer.json` as `pre_tokenizers.as_json` does.
 
   Args:
     prefix: put a space before a text and after special tokens.
@@ -305,15 +285,10 @@ def _post_processor(
     text = {"Sequence": {"id": name, "type_id": number}}
     return [*map(special, before), text, *map(special, after)]
 
-  return {
-    "type": "TemplateProcessing",
-    "single": parts("A", 0),
-    "pair": parts("A", 0) + parts("B", 1),
-    "special_tokens": {
-      text: {"id": text, "ids": [number], "tokens": [text]}
-      for text, number in ids.items()
-    },
-  }
+  tokens = {text: {"id": text, "ids": [i], "tokens": [text]} for text, i in ids.items()}
+  single, pair = parts("A", 0), parts("A", 0) + parts("B", 1)
+  rules = {"single": single, "pair": pair, "special_tokens": tokens}
+  return {"type": "TemplateProcessing", **rules}
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -6,17 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.models.gguf import pre_tokenizers
-from tunix.models.gguf.tokenizer import (
-  END_TEXTS,
-  ENDS,
-  KEY,
-  ROLES,
-  SPACE,
-  TEMPLATE,
-  Kind,
-  splits,
-)
+from tunix.models.gguf import pre_tokenizers, tokenizer as reader
+from tunix.models.gguf.tokenizer import ENDS, KEY, SPACE, TEMPLATE, Kind
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _ONE_SPACE = {"String": " "}
@@ -109,7 +100,9 @@ def _ranks(merges: _Merges, kinds: Mapping[str, Kind], prefix: bool) -> dict[str
       made.setdefault(text, []).append(pair)
       mixed = mixed or next(reversed(made)) != text
   known = dict.fromkeys(normal)
-  if not mixed and all({*splits(t, known)} == {*made.get(t, ())} for t in normal):
+  if not mixed and all(
+    {*reader.splits(t, known)} == {*made.get(t, ())} for t in normal
+  ):
     scores = {text: -float(rank) for rank, text in enumerate(made)}
     return {"model": "llama", "pre": "default", "scores": scores}
   if prefix or any(" " in part for pair in merges for part in pair):
@@ -125,11 +118,7 @@ def _joined(merges: _Merges) -> list[str]:
 
 
 def _adds_space(tokenizer: Mapping[str, Any], is_chat: bool) -> bool:
-  """Returns True if a tokenizer over characters puts a space before a text.
-
-  Raises:
-    ValueError: it changes texts in a way that llama.cpp does not have.
-  """
+  """Returns True if a tokenizer over characters puts a space before a text."""
   parts = (tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer"))
   steps = [step for part in parts for step in pre_tokenizers.steps(part)]
   kinds = [step["type"] for step in steps]
@@ -169,16 +158,14 @@ def _ids(
   roles: Mapping[str, str],
   eos_ids: Sequence[int],
 ) -> dict[str, int]:
-  """Returns the ids of the special tokens by key.
-
-  Raises:
-    ValueError: more tokens end an answer than a file can hold.
-  """
-  keys = {key: vocabulary.get(roles.get(role, "")) for key, role in ROLES.items()}
+  """Returns the ids of the special tokens by key."""
+  keys = {
+    key: vocabulary.get(roles.get(role, "")) for key, role in reader.ROLES.items()
+  }
   keys = {key: number for key, number in keys.items() if number is not None}
   texts = {number: text for text, number in vocabulary.items()}
   # llama.cpp finds some tokens by their texts. The keys are for the other ones.
-  is_found = lambda i: kinds[texts[i]] == Kind.CONTROL and texts[i] in END_TEXTS
+  is_found = lambda i: kinds[texts[i]] == Kind.CONTROL and texts[i] in reader.END_TEXTS
   known = keys.get("eos_token_id")
   others = dict.fromkeys(
     i for i in eos_ids if i in texts and i != known and not is_found(i)

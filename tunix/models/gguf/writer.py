@@ -16,7 +16,7 @@ from tunix.models.adapters import lora_modules, whole_modules
 from tunix.models.files.tensor_files import NewTensor
 from tunix.models.gguf import architectures, convert, rope
 from tunix.models.gguf.architectures import Architecture
-from tunix.models.gguf.changes import Stacked
+from tunix.models.gguf.changes import Stacked, hollow
 from tunix.models.gguf.convert import Link
 from tunix.models.gguf.header import library
 from tunix.models.transformer import params
@@ -114,10 +114,12 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   alpha = max(
     x.lora_scale * lora_modules.pair_of(x)[0].shape[-1] for x in adapters.values()
   )
+  names = families.of_config(model.config).names
   groups = [
     group
     for path, linear in adapters.items()
-    for group in _pairs(linear, _place(model, path), links, alpha)
+    for place in [params.place(names, f"{path}.kernel", model.config)]
+    for group in _pairs(linear, place, links, alpha)
   ]
   if not groups:
     raise ValueError("every adapter is zero throughout: there is nothing to save")
@@ -184,20 +186,13 @@ def _model_groups(
     if len(parts) < len(link.hf):
       continue
     assert [part.name for part in parts] == list(link.hf)
-    # Arrays without memory show the shapes.
-    hollow = [np.broadcast_to(np.float32(0), part.shape) for part in parts]
-    shapes = [x.shape for x in link.change.to_gguf(hollow)]
+    shapes = [x.shape for x in link.change.to_gguf(hollow(parts))]
 
     def read(link=link, parts=parts):
       return link.change.to_gguf([part.read() for part in parts])
 
     yield _Group(link.gguf, shapes, read)
     parts = []
-
-
-def _place(model: Transformer, path: str) -> Placement:
-  names = families.of_config(model.config).names
-  return params.place(names, f"{path}.kernel", model.config)
 
 
 def _pairs(
@@ -234,8 +229,15 @@ def _write(
 ) -> None:
   gguf = library()
   writer = gguf.GGUFWriter(file, architecture.name)
+  adders = {
+    bool: writer.add_bool,
+    int: writer.add_uint32,
+    float: writer.add_float32,
+    str: writer.add_string,
+    list: writer.add_array,
+  }
   for key, value in metadata.items():
-    _adder(writer, value)(key, value)
+    adders[type(value)](key, value)
   writer.add_file_type(gguf.LlamaFileType[KINDS[kind]])
   writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
   for group in groups:
@@ -259,18 +261,6 @@ def _write(
     os.fsync(stream.fileno())
 
 
-def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
-  """Returns the writer's method for a value of metadata."""
-  adders = {
-    bool: writer.add_bool,
-    int: writer.add_uint32,
-    float: writer.add_float32,
-    str: writer.add_string,
-    list: writer.add_array,
-  }
-  return adders[type(value)]
-
-
 def _kind_of(name: str, shape: Sequence[int], kind: str) -> Any:
   """Returns the type of a tensor, which llama.cpp's converter would choose too."""
   gguf = library()
@@ -283,11 +273,7 @@ def _kind_of(name: str, shape: Sequence[int], kind: str) -> Any:
 
 
 def _encoded(name: str, value: np.ndarray, kind: Any) -> np.ndarray:
-  """Returns the numbers of a tensor as the bytes of a type.
-
-  Raises:
-    ValueError: a number is too large for float16.
-  """
+  """Returns the numbers of a tensor as the bytes of a type."""
   with np.errstate(over="ignore"):
     out = library().quants.quantize(np.ascontiguousarray(value, np.float32), kind)
   if kind.name == "F16" and not np.isfinite(out).all():

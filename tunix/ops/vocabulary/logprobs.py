@@ -1,6 +1,6 @@
 """Log-probabilities of tokens from hidden states, without logits of all tokens at once.
 
-Both functions iterate over chunks of tokens (chunks.py), so that memory grows
+The functions iterate over chunks of tokens (chunks.py), so that memory grows
 with the number of tokens and not with tokens times vocabulary.
 
 `weighted_nll` returns one number, and the weights that its gradients need are known in
@@ -136,6 +136,38 @@ def token_logps(
     return out
   # Cotangents of other tokens become 0 here, which skipped chunks need.
   return jax.tree.map(lambda x: jnp.where(needed, x, 0.0), out)
+
+
+def logps_at(
+  hidden: Float[Array, "B T D"],
+  unembed: Float[Array, "D V"],
+  ids: Int[Array, "B T K"],
+  layout: Layout = ONE_DEVICE,
+  *,
+  temperature: float = 1.0,
+) -> Float[Array, "B T K"]:
+  """Returns log softmax(logits / temperature) of K tokens for each position.
+
+  The arguments and errors are those of `token_logps`. One product with the unembedding
+  serves all K tokens, and the vocabulary is not split. The result is differentiable in
+  `hidden` and `unembed`; the backward pass recomputes the logits of each chunk.
+  """
+  _check_temperature(temperature)
+  vocab = vocab_softmax.vocabulary_size(unembed, layout)
+  layout = vocab_chunks.for_batch(layout, hidden.shape)._replace(vocab_axis=None)
+
+  def local(hidden, ids, unembed):
+    @jax.checkpoint
+    def chunk(hidden, ids):
+      logits = vocab_softmax.chunk_logits(hidden, unembed, layout)
+      every = jax.nn.log_softmax(logits / temperature, axis=-1)
+      return jnp.take_along_axis(every, ids, axis=-1), None
+
+    arrays, shape = (hidden, ids), hidden.shape[:2]
+    return vocab_chunks.over_tokens(chunk, arrays, shape, vocab, None, layout)[0]
+
+  specs = (layout.tokens, layout.tokens, vocab_chunks.table_spec(layout))
+  return vocab_chunks.on_mesh(local, layout, specs, layout.tokens)(hidden, ids, unembed)
 
 
 def logits_logps(

@@ -18,6 +18,7 @@ from tunix.rl.common import Rollouts
 from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.episode import Episode
+from tunix.rl.env.live import MakeGroup
 from tunix.rl.env.making import MakeEnv
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
@@ -120,10 +121,7 @@ class Episodes:
       )
     self._cluster, self._make = cluster, make
     self.config = EpisodeConfig() if config is None else config
-    self._processes = None
-    if self.config.isolation == "process":
-      limits = {n: getattr(self.config, n) for n in ("timeout_s", "memory_bytes")}
-      self._processes = EnvProcesses(functools.partial(making.one, make), **limits)
+    self._processes = processes_of(make, self.config)
     self._waited_s = 0.0
 
   def check_columns(self, columns: Iterable[str]) -> None:
@@ -193,15 +191,7 @@ class Episodes:
   ) -> tuple[list[Episode], float]:
     """Returns the episodes, and the seconds in which only environments worked."""
     cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
-    makers = []
-    for row in batch.rows():
-      values = {"prompt": row.pop(PROMPTS), **row}
-      # Checked here, because a missing column must end the run and not one episode.
-      making.arguments(self._make, values)
-      made = functools.partial(making.one, self._make, values)
-      if self._processes is not None:
-        made = functools.partial(self._processes.environment, values=values)
-      makers.append(functools.partial(making.group_of, made, group))
+    makers = makers_of(self._make, batch, group, self._processes)
     runner = Runner(
       cluster.tokenizer,
       self.config,
@@ -234,6 +224,34 @@ class Episodes:
     """Returns the seconds since the last call in which only environments worked."""
     waited, self._waited_s = self._waited_s, 0.0
     return waited
+
+
+def processes_of(make: MakeEnv, config: EpisodeConfig) -> EnvProcesses | None:
+  """Returns the processes of environments; None if they run in this process."""
+  if config.isolation != "process":
+    return None
+  limits = {n: getattr(config, n) for n in ("timeout_s", "memory_bytes")}
+  return EnvProcesses(functools.partial(making.one, make), **limits)
+
+
+def makers_of(
+  make: MakeEnv, batch: PromptBatch, group: int, processes: EnvProcesses | None
+) -> list[MakeGroup]:
+  """Returns functions that make the environments of each prompt of a batch.
+
+  Raises:
+    ValueError: the batch has no column for an argument of `make`.
+  """
+  makers = []
+  for row in batch.rows():
+    values = {"prompt": row.pop(PROMPTS), **row}
+    # Checked here, because a missing column must end the run and not one episode.
+    making.arguments(make, values)
+    made = functools.partial(making.one, make, values)
+    if processes is not None:
+      made = functools.partial(processes.environment, values=values)
+    makers.append(functools.partial(making.group_of, made, group))
+  return makers
 
 
 def rollouts_of(

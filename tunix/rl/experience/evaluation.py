@@ -65,10 +65,18 @@ def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, f
     )
   out = metrics.mean_of([metrics.of_rollouts(batch) for batch in rollouts])
   totals = np.concatenate([batch.totals for batch in rollouts])
-  totals = totals[np.isfinite(totals).all(1)]
-  if threshold is not None and len(totals):
-    k = 1
-    while k <= totals.shape[1]:
-      out[f"pass@{k}"] = pass_at_k(totals >= threshold, k)
-      k *= 2
-  return out
+  return out | ({} if threshold is None else passes(totals, threshold))
+
+
+def passes(totals: np.ndarray, threshold: float) -> dict[str, float]:
+  """Returns pass@1, pass@2, pass@4, ... of the prompts whose rewards are all known.
+
+  Args:
+    totals: float64 [P, n], the rewards; not finite for a completion without one.
+    threshold: reward from which a completion passes.
+  """
+  passed = totals[np.isfinite(totals).all(1)] >= threshold
+  if not len(passed):
+    return {}
+  most = passed.shape[1].bit_length()
+  return {f"pass@{2**i}": pass_at_k(passed, 2**i) for i in range(most)}

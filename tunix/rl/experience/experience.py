@@ -25,6 +25,7 @@ from tunix.rl.experience import episodes as episodes_lib
 from tunix.rl.experience.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
+from tunix.rl.reward.judge import costs_of
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout import one_turn
@@ -321,7 +322,7 @@ class Experience:
       ValueError: an advantage of a row with a reward is not finite.
     """
     config = self._config
-    self._check_routes(rollouts)
+    self._check_recorded(rollouts)
     # Rows without a reward stay in the batch with weight 0: its shape must not change.
     mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
     if advantages.ndim == 1:
@@ -334,7 +335,7 @@ class Experience:
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
-        old = self._old_logps(rollouts)
+        old = self.old_logps(rollouts)
     return TrainExample(
       prompt_ids=rollouts.prompt_ids,
       prompt_mask=rollouts.prompt_mask,
@@ -344,20 +345,25 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
-      **{name: getattr(rollouts, name) for name in row_arrays.ROUTES},
+      **{name: getattr(rollouts, name) for name in row_arrays.RECORDED},
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,
     )
 
-  def _check_routes(self, rollouts: Rollouts) -> None:
+  def _check_recorded(self, rollouts: Rollouts) -> None:
     config = self._cluster.cluster_config.rollout(Mode.TRAIN)
+    engine = type(self._cluster.rollout).__name__
     has_tokens = rollouts.completion_mask.any()
     if config.replay_routes and has_tokens and rollouts.completion_routes is None:
       raise ValueError(
-        f"replay_routes is True and {type(self._cluster.rollout).__name__} gave no "
-        "routes with its completions: use the vanilla engine, or set replay_routes to "
-        "False"
+        f"replay_routes is True and {engine} gave no routes with its completions: use "
+        "the vanilla engine, or set replay_routes to False"
+      )
+    if config.center_scores and has_tokens and rollouts.head_probs is None:
+      raise ValueError(
+        f"center_scores is {config.center_scores} and {engine} gave no probabilities "
+        "with its completions: use the vanilla engine, or set center_scores to 0"
       )
 
   def counted(self, rollouts: Rollouts) -> np.ndarray:
@@ -380,7 +386,7 @@ class Experience:
     if not config.beta:
       return None, None
     with self.phases("scoring"):
-      old, ref = self._old_logps(rollouts), self._ref_logps(rollouts)
+      old, ref = self.old_logps(rollouts), self._ref_logps(rollouts)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
     count = max(1, mask.sum())
@@ -390,7 +396,8 @@ class Experience:
   def _ref_logps(self, rows: Rollouts) -> np.ndarray:
     return self._cluster.get_ref_per_token_logps(rows, **self._scoring(rows))
 
-  def _old_logps(self, rows: Rollouts) -> np.ndarray:
+  def old_logps(self, rows: Rollouts) -> np.ndarray:
+    """Returns the policy's log-probabilities of completions, float32 [B, R]."""
     return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
 
   def _shares(self, rollouts: Rollouts) -> bool:
@@ -401,6 +408,10 @@ class Experience:
       "shared_prompt": self._shares(rollouts),
       "tile_rows": self._config.exact_tile_rows,
     }
+
+  def costs(self) -> dict[str, float]:
+    """Returns the costs of judges since the last call, by name of the metric."""
+    return {} if self._rewards is None else costs_of(self._rewards.judges)
 
   def close(self) -> None:
     """Ends the reward workers, and the processes of environments."""

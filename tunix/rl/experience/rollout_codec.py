@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate.tokens import Tokens
+from tunix.generate.tokens import Tokens, without_unknown
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Action
 from tunix.rl.env.episode import Episode, Turn
@@ -35,6 +35,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
   out = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(rollouts)}
+  out = without_unknown(out)
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),
@@ -68,7 +69,7 @@ def episodes_to_json(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
   Raises:
     TypeError: a message of an environment is not JSON.
   """
-  return _checked([_episode(episode, keeps_routes=True) for episode in episodes])
+  return _checked([_episode(episode, keeps_arrays=True) for episode in episodes])
 
 
 def episodes_from_json(saved: list[dict[str, Any]]) -> list[Episode]:
@@ -88,20 +89,21 @@ def _checked(value: object) -> Any:
   return encoded
 
 
-def _episode(episode: Episode, *, keeps_routes: bool = False) -> dict[str, Any]:
+def _episode(episode: Episode, *, keeps_arrays: bool = False) -> dict[str, Any]:
   out = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
   del out["environment"]
-  return out | {"turns": [_turn(turn, keeps_routes) for turn in episode.turns]}
+  return out | {"turns": [_turn(turn, keeps_arrays) for turn in episode.turns]}
 
 
 _OF_TURN = ("reward", "metrics", "logs", "episode_done")
 
 
-def _turn(turn: Turn, keeps_routes: bool) -> dict[str, Any]:
+def _turn(turn: Turn, keeps_arrays: bool) -> dict[str, Any]:
   saved = turn.tokens.saved()
   del saved["ids"]  # those of the action
-  if not keeps_routes:  # the padded arrays of the rollouts have them
-    del saved["routes"]
+  if not keeps_arrays:  # the padded arrays of the rollouts have them
+    for name in ("routes", "head_ids", "head_probs"):
+      saved.pop(name, None)
   action = [list(turn.action), dict(vars(turn.action))]
   out = {"prompt": turn.prompt, "action": action, **saved}
   out |= {name: getattr(turn, name) for name in _OF_TURN}

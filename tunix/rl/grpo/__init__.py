@@ -1,1 +1,1 @@
-"""Group-relative policy optimization: GRPO, Dr.GRPO, DAPO, RLOO."""
+"""Algorithms without a critic: GRPO and its variants, DAPO, RLOO, REINFORCE++."""

@@ -1,8 +1,8 @@
 """GRPO: the other completions of a prompt are the baseline (Shao et al. 2024,
 arXiv:2402.03300).
 
-GSPO and CISPO use other ratios in the same loss; the same learner runs them with
-another config.
+GSPO, CISPO and SAPO use the ratio in other ways, and MaxRL has other advantages; the
+same learner runs them with another config.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_learner import RLLearner
+from tunix.utils import checks
 from tunix.utils.setting import setting
 
 
@@ -75,6 +76,47 @@ class CISPOConfig(GRPOConfig):
   epsilon_high: float | None = 4.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SAPOConfig(GRPOConfig):
+  """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate in the place of the clip.
+
+  Attributes:
+    positive_temperature: how fast the gradient of a token with a positive advantage
+      shrinks as its ratio moves away from 1.
+    negative_temperature: the same for other advantages.
+  """
+
+  beta: float = 0.0
+  loss_algo: str = "sapo"
+  loss_agg_mode: str = "sequence-mean-token-mean"
+  positive_temperature: float = 1.0
+  negative_temperature: float = 1.05
+
+  def __post_init__(self):
+    super().__post_init__()
+    checks.fields(
+      self,
+      positive_temperature=checks.POSITIVE,
+      negative_temperature=checks.POSITIVE,
+    )
+
+  @property
+  def gate_temperatures(self) -> dict[str, float]:
+    return {
+      "positive": self.positive_temperature,
+      "negative": self.negative_temperature,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxRLConfig(GRPOConfig):
+  """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): advantages divided by the mean reward
+  of the group, so that hard prompts count more; rewards must not be negative."""
+
+  beta: float = 0.0
+  advantage_estimator: str = "mean_normalized"
+
+
 class GRPOLearner(RLLearner):
   """Computes advantages from the rewards of each group; see RLLearner for arguments."""
 
@@ -86,6 +128,10 @@ class GRPOLearner(RLLearner):
   def _with_advantages(
     self, rollouts: Rollouts, old: np.ndarray | None = None
   ) -> TrainExample:
+    return self._example(rollouts, self._group_advantages(rollouts), old)
+
+  def _group_advantages(self, rollouts: Rollouts) -> np.ndarray:
+    """Returns the advantage of each completion in its group, [P * G]."""
     estimate = resolve(
       "advantage_estimator",
       self.algo_config.advantage_estimator,
@@ -97,4 +143,4 @@ class GRPOLearner(RLLearner):
       values = decoupled(estimate, parts, weights, where=rollouts.valid)
     else:
       values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
-    return self._example(rollouts, np.asarray(values).reshape(-1), old)
+    return np.asarray(values).reshape(-1)

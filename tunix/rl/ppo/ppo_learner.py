@@ -13,7 +13,7 @@ import numpy as np
 from tunix.ops import advantages
 from tunix.rl import common, policy_loss
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.common import TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
@@ -93,7 +93,7 @@ class PPOLearner(RLLearner):
       values = self.rl_cluster.get_values(rollouts)
     old, divergence = self._experience.kl_penalty(rollouts)
     estimated, returns = advantages.gae(
-      jnp.asarray(self._token_rewards(rollouts, divergence)),
+      jnp.asarray(common.token_rewards(rollouts, divergence, config.beta)),
       jnp.asarray(values),
       jnp.asarray(mask, jnp.float32),
       gamma=config.gamma,
@@ -109,15 +109,3 @@ class PPOLearner(RLLearner):
       returns=np.asarray(returns, np.float32),
       old_values=values,
     )
-
-  def _token_rewards(
-    self, rollouts: Rollouts, divergence: np.ndarray | None
-  ) -> np.ndarray:
-    """Returns the reward of each token, float32 [B, R].
-
-    It is the score of the completion at its last token, and minus beta times the KL
-    estimate at every token. In an episode each action has its own reward at its last
-    token, and what is left of the score is at the last token of all.
-    """
-    out = common.token_rewards(rollouts)
-    return out if divergence is None else out - self.algo_config.beta * divergence

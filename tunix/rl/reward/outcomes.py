@@ -125,6 +125,8 @@ def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
 
 
 def _outcome(x: Any) -> Value | Failed:
+  if isinstance(x, Failed):
+    return x
   if hasattr(x, "tolist"):
     x = x.tolist()
   if not isinstance(x, (int, float)):

@@ -2,9 +2,9 @@
 
 A reward function is `fn(prompts, completions, **columns) -> list of numbers`, sync or
 async. `per_row` makes one from a function that takes a single row. For each row, a
-function gives a value, a failure or a time-out. A row has a reward only if all
-functions gave a value; otherwise its reward is NaN and the learner leaves the row out.
-A failure never counts as 0.
+function gives a value, a failure (which it may return as a `Failed`) or a time-out. A
+row has a reward only if all functions gave a value; otherwise its reward is NaN and the
+learner leaves the row out. A failure never counts as 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from tunix.rl.reward import outcomes as reward_outcomes
 from tunix.rl.reward.functions import RowReward
+from tunix.rl.reward.judge import Asking
 from tunix.rl.reward.outcomes import Failed, Outcome, PerRow, TimedOut, Value
 from tunix.rl.reward.pool import Call, RewardPool
 from tunix.utils import checks, coordination
@@ -116,6 +117,7 @@ class RewardManager:
 
   Attributes:
     names: names of the functions, in their order.
+    judges: the functions that ask a judge.
   """
 
   def __init__(
@@ -167,9 +169,11 @@ class RewardManager:
     self._rows_per_call = rows_per_call
     _check_limits(workers, timeout_s, memory_bytes)
     self._pool = None
+    self.judges = [f for f in self._functions if isinstance(f, Asking)]
     if workers and timeout_s is not None:
       self._pool = RewardPool(
-        self._functions,
+        # Judges wait for servers, with deadlines of their own: they stay here.
+        [_no_rewards if f in self.judges else f for f in self._functions],
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=memory_bytes,
@@ -256,12 +260,19 @@ class RewardManager:
     ]
 
   def _run_here(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:
-    if self._pool is not None:
-      return self._pool.run(calls)
-    functions = self._functions
-    return [
-      reward_outcomes.call(functions[c.function], c.arguments, c.count) for c in calls
-    ]
+    pool, outcomes = self._pool, dict[int, Sequence[Outcome]]()
+    for i, c in enumerate(calls):
+      function = self._functions[c.function]
+      if pool is None or function in self.judges:
+        outcomes[i] = reward_outcomes.call(function, c.arguments, c.count)
+    others = [i for i in range(len(calls)) if i not in outcomes]
+    if pool is not None and others:
+      outcomes |= zip(others, pool.run([calls[i] for i in others]))
+    return [outcomes[i] for i in range(len(calls))]
+
+
+def _no_rewards(completions: Sequence[Any]) -> None:
+  """Takes the place of a judge in the workers, which never call it."""
 
 
 def _rows(rows: list[int]) -> str:

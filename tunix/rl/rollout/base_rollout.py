@@ -60,6 +60,10 @@ class RolloutConfig(SamplingParams):
     replay_routes: for a mixture of experts: record the experts of each token while it
       is sampled, and use them in training in place of the router's choice; see
       docs/guides/rl.md. Only with our own engine and sampler.
+    center_scores: score centering (see docs/algorithms.md): record the probabilities of
+      this number of most likely tokens with each drawn token, and subtract from the
+      loss the gradient that the sampler expects whatever the rewards are. 0: off.
+      Only with our own engine; 64 is a good start.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
@@ -73,6 +77,7 @@ class RolloutConfig(SamplingParams):
   gather_weights: GatherWeights = None
   slots: int | None = None
   replay_routes: bool = False
+  center_scores: int = 0
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -84,6 +89,7 @@ class RolloutConfig(SamplingParams):
       max_prompt_length=checks.COUNT,
       kv_cache_size=checks.COUNT,
       slots=checks.COUNT,
+      center_scores=checks.NOT_NEGATIVE,
     )
     need = self.max_prompt_length + self.max_tokens_to_generate
     if self.kv_cache_size is not None and self.kv_cache_size < need:
@@ -119,6 +125,7 @@ class RolloutOutput:
       for an engine that changes its weights while it samples; or None.
     routes: B arrays [T + n, M, k] or None, the experts of the tokens of each prompt and
       completion, see `SamplerOutput.routes`; or None.
+    head_ids, head_probs: B int32 and float32 arrays [n, k], see `Tokens`; or None.
   """
 
   text: list[str]
@@ -129,6 +136,8 @@ class RolloutOutput:
   version: Any = None
   versions: list[np.ndarray] | None = None
   routes: list[np.ndarray | None] | None = None
+  head_ids: list[np.ndarray] | None = None
+  head_probs: list[np.ndarray] | None = None
 
   @classmethod
   def of(cls, rows: Sequence[Completion], version: Any = None) -> RolloutOutput:
@@ -176,6 +185,8 @@ _COLUMNS = {
   "finish_reasons": "finish_reason",
   "versions": "versions",
   "routes": "routes",
+  "head_ids": "head_ids",
+  "head_probs": "head_probs",
 }
 
 

@@ -381,12 +381,15 @@ def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[st
   """Returns what decides tokens beside the parameters, each part as a text.
 
   They are the fields of the model's configuration, the scales of its adapters, the ids
-  that end a completion, and `replay_routes`, which an engine is made with.
+  that end a completion, `replay_routes` and `center_scores`, which an engine is made
+  with.
   """
   form = {
     "eos_ids": str([int(i) for i in adapted(tokenizer).eos_ids()]),
     "rollout.replay_routes": str(config.replay_routes),
   }
+  if config.center_scores:
+    form["rollout.center_scores"] = str(config.center_scores)
   sizes: Any = getattr(model, "config", None)
   if dataclasses.is_dataclass(sizes):
     for field in dataclasses.fields(sizes):

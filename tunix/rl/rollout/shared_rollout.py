@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from tunix.generate.tokens import without_unknown
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.weights import local_arrays
@@ -91,7 +92,8 @@ _ROWS = [
 
 def to_json(out: RolloutOutput) -> dict[str, Any]:
   """Returns completions as JSON, without their versions."""
-  return array_codec.to_json({name: getattr(out, name) for name in _ROWS})
+  rows = {name: getattr(out, name) for name in _ROWS}
+  return array_codec.to_json(without_unknown(rows))
 
 
 def from_json(saved: dict[str, Any], version: Any) -> RolloutOutput:

@@ -39,7 +39,8 @@ class VanillaRollout(SamplerRollout):
       the layout of the weights.
 
   Raises:
-    ValueError: `rollout_config` has engine options.
+    ValueError: `rollout_config` has engine options, or `center_scores` with a model
+      that is for the padded sampler.
   """
 
   def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
@@ -57,8 +58,17 @@ class VanillaRollout(SamplerRollout):
     cache = None if size is None else CacheConfig(cache_size=size)
     options = {"cache_config": cache, "gather_weights": config.gather_weights}
     if self.sampler == "padded":
+      if config.center_scores:
+        raise ValueError(
+          f"center_scores is {config.center_scores} and the padded sampler draws; it "
+          "records no probabilities. Set center_scores to 0, or use a model and a mesh "
+          "that suit the engine (engine_sampler.suits)"
+        )
       return Sampler(model, tokenizer, **options)
-    return EngineSampler(model, tokenizer, slots=config.slots, **options)
+    head = config.center_scores
+    return EngineSampler(
+      model, tokenizer, slots=config.slots, record_head=head, **options
+    )
 
   def use_sampler(self, name: str) -> None:
     if name not in (("padded",) if self.is_always_padded else ("engine", "padded")):

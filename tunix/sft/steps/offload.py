@@ -55,6 +55,17 @@ def is_on_host(x: object) -> bool:
   return sharding is not None and sharding.memory_kind == _HOST
 
 
+def on_device(arrays: Any) -> Any:
+  """Returns arrays, or shapes, with those in host memory moved to their devices."""
+
+  def moved(x: Any) -> Any:
+    if not is_on_host(x):
+      return x
+    return mesh_lib.put(x, x.sharding.with_memory_kind(_DEVICE))
+
+  return jax.tree.map(moved, arrays)
+
+
 def updated_on_device(
   tx: optax.GradientTransformation, shardings: Any
 ) -> optax.GradientTransformation:

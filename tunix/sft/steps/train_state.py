@@ -13,6 +13,7 @@ from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
 from tunix.perf import programs
+from tunix.sft import averages
 from tunix.sft.steps import offload, shared_steps, train_step
 from tunix.sft.steps.module_state import ModuleState
 from tunix.sft.steps.run_state import (
@@ -135,6 +136,24 @@ class TrainState:
     if self.home is not None:
       self.module.show_on(self.home)
     return model
+
+  def keep_average(self, rate: float) -> None:
+    """Averages the weights after each update; the optimizer's state begins anew."""
+    self.tx, self.opt_state = averages.averaging(self.tx, rate), None
+    self.place()
+
+  def merged(self, *, average: bool = False) -> nnx.Module:
+    """Returns a module of the current arrays, which the next step deletes.
+
+    Args:
+      average: True takes the average of the trained weights, see `sft.averages`.
+    """
+    module = self.module
+    module.refresh()
+    params = module.params
+    if average:
+      params = offload.on_device(averages.average_of(self.opt_state))
+    return module.skeleton.merge(params, module.frozen, module.rest)
 
   def devices(self) -> list[Any]:
     """Returns the devices of the run."""

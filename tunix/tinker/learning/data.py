@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learning import losses
+from tunix.tinker.learning.sparse import Sparse
 
 _SMALLEST = 16  # tokens of the shortest padded row
 
@@ -20,12 +21,12 @@ class Row:
 
   Attributes:
     tokens: ids of the input, int32 [N].
-    inputs: inputs of the loss by name, [N] each. `target_tokens` are the ids that the
-      N positions predict.
+    inputs: inputs of the loss by name, [N] each, or [N, K] with K targets for each
+      position. `target_tokens` are the ids that the N positions predict.
   """
 
   tokens: np.ndarray
-  inputs: Mapping[str, np.ndarray]
+  inputs: Mapping[str, np.ndarray | Sparse]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class MicroBatch:
 
   Attributes:
     rows: numbers of the rows in the request.
-    arrays: tokens, segment_ids, targets and the loss's inputs, [B, T] each.
+    arrays: tokens and segment_ids [B, T]; targets and the loss's inputs, [B, T] each,
+      or [B, T, K] with K targets for each position.
   """
 
   rows: tuple[int, ...]
@@ -87,16 +89,24 @@ def _checked(
       f"{where} has the loss_fn_inputs {names}; expected {', '.join(needed)} and "
       f"maybe weights for {loss}. Correct the datum"
     )
+  shape = (size,)
+  if loss == "cross_entropy" and row.inputs["target_tokens"].ndim == 2:
+    shape = (size, max(1, row.inputs["target_tokens"].shape[1]))
   out: dict[str, np.ndarray] = {}
   for name in needed:
     # int64 until the ids are checked: a cast to int32 would wrap large ones.
     kind = np.int64 if name == "target_tokens" else np.float32
-    out[name] = _vector(where, name, row.inputs[name], size, kind)
-  weights = np.ones(size, np.float32)
+    out[name] = _values(where, name, row.inputs[name], shape, kind)
+  weights = np.ones(shape, np.float32)
   for name in ("weights", "mask"):
     if name in row.inputs:
-      weights = weights * _vector(where, name, row.inputs[name], size, np.float32)
+      weights = weights * _values(where, name, row.inputs[name], shape, np.float32)
   out["weights"] = weights
+  if losses.RATIO_MASK in out and not out[losses.RATIO_MASK].any():
+    raise TinkerError(
+      f"{where}: {losses.RATIO_MASK} is 0 at all tokens; expected a number other than "
+      "0 at the sampled ones, whose mean ratio the loss takes. Correct the datum"
+    )
   for name, ids in (
     ("model_input", row.tokens),
     ("target_tokens", out["target_tokens"]),
@@ -110,17 +120,24 @@ def _checked(
   return Row(tokens=row.tokens.astype(np.int32), inputs=out)
 
 
-def _vector(
-  where: str, name: str, value: np.ndarray, size: int, kind: Any
+def _values(
+  where: str,
+  name: str,
+  value: np.ndarray | Sparse,
+  shape: tuple[int, ...],
+  kind: Any,
 ) -> np.ndarray:
-  if value.shape != (size,):
-    more = ""
-    if value.ndim == 2:
-      more = " Several targets for each position are not served."
+  if value.shape != shape:
+    each = "one value for each token of model_input"
+    if len(shape) == 2:
+      each += " and each of its targets"
+    elif value.ndim == 2:
+      each += "; only cross_entropy takes several targets"
     raise TinkerError(
-      f"{where}: {name} has shape {list(value.shape)}; expected [{size}], one value "
-      f"for each token of model_input.{more} Correct the datum"
+      f"{where}: {name} has shape {list(value.shape)}; expected {list(shape)}, {each}. "
+      "Correct the datum"
     )
+  value = np.asarray(value)
   with np.errstate(all="ignore"):  # of values that are refused below
     out = value.astype(kind)
   is_right = out == value if kind == np.int64 else np.isfinite(out)
@@ -146,31 +163,43 @@ def micro_batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[MicroBatch
     batch_tokens: most tokens of a micro-batch, padding included; a longer row has a
       micro-batch of its own.
   """
-  by_length: dict[int, list[int]] = {}
+  by_shape: dict[tuple[int, int], list[int]] = {}
   for i, row in enumerate(rows):
-    by_length.setdefault(_power(max(row.tokens.size, _SMALLEST)), []).append(i)
-  for length, numbers in sorted(by_length.items()):
+    width = _width(row)
+    shape = _power(max(row.tokens.size, _SMALLEST)), width and _power(width)
+    by_shape.setdefault(shape, []).append(i)
+  for (length, width), numbers in sorted(by_shape.items()):
     # The largest power of two that fits, so that padding rows fit as well.
     most = max(1, _power(batch_tokens // length + 1) // 2)
     for start in range(0, len(numbers), most):
       part = numbers[start : start + most]
       yield MicroBatch(
         rows=tuple(part),
-        arrays=_padded([rows[i] for i in part], _power(len(part)), length),
+        arrays=_padded([rows[i] for i in part], (_power(len(part)), length), width),
       )
 
 
-def _padded(rows: list[Row], count: int, length: int) -> dict[str, np.ndarray]:
-  fields = {"tokens": np.int32, "segment_ids": np.int32}
-  fields |= {name: x.dtype.type for name, x in rows[0].inputs.items()}
-  out = {name: np.zeros((count, length), kind) for name, kind in fields.items()}
+def _padded(
+  rows: list[Row], shape: tuple[int, int], width: int
+) -> dict[str, np.ndarray]:
+  out: dict[str, np.ndarray] = {
+    name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids")
+  }
+  for name, value in rows[0].inputs.items():
+    out[name] = np.zeros((*shape, width) if width else shape, np.asarray(value).dtype)
   for i, row in enumerate(rows):
     size = row.tokens.size
     out["tokens"][i, :size] = row.tokens
     out["segment_ids"][i, :size] = 1
     for name, value in row.inputs.items():
-      out[name][i, :size] = value
+      out[name][(i, *map(slice, value.shape))] = value
   return out
+
+
+def _width(row: Row) -> int:
+  """Returns the number K of targets for each position, 0 for inputs [N]."""
+  shape = row.inputs["target_tokens"].shape
+  return shape[1] if len(shape) == 2 else 0
 
 
 def _power(number: int) -> int:
@@ -184,17 +213,41 @@ def to_arrays(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     "lengths": np.array([row.tokens.size for row in rows], np.int32),
     "tokens": np.concatenate([row.tokens for row in rows]),
   }
+  widths = np.array([_width(row) for row in rows], np.int32)
+  if widths.any():
+    out["widths"] = widths
   for name in rows[0].inputs:
-    out[f"inputs.{name}"] = np.concatenate([row.inputs[name] for row in rows])
+    parts = [np.ravel(np.asarray(row.inputs[name])) for row in rows]
+    out[f"inputs.{name}"] = np.concatenate(parts)
   return out
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Row]:
   """Returns the rows of `to_arrays`."""
-  ends = np.cumsum(arrays["lengths"])[:-1]
-  cut = {name: np.split(x, ends) for name, x in arrays.items() if name != "lengths"}
-  names = [name for name in cut if name.startswith("inputs.")]
+  inputs = {
+    name.removeprefix("inputs."): split(values, arrays["lengths"], arrays.get("widths"))
+    for name, values in arrays.items()
+    if name.startswith("inputs.")
+  }
+  tokens = split(arrays["tokens"], arrays["lengths"])
   return [
-    Row(tokens=tokens, inputs={n.removeprefix("inputs."): cut[n][i] for n in names})
-    for i, tokens in enumerate(cut["tokens"])
+    Row(tokens=x, inputs={name: parts[i] for name, parts in inputs.items()})
+    for i, x in enumerate(tokens)
   ]
+
+
+def split(
+  values: np.ndarray, lengths: np.ndarray, widths: np.ndarray | None = None
+) -> list[np.ndarray]:
+  """Returns the values of each row of flat arrays.
+
+  Args:
+    values: the values of all rows, one after the other.
+    lengths: number N of tokens of each row.
+    widths: number K of targets for each position of a row; 0, or None for all rows: its
+      values are [N] and not [N, K].
+  """
+  widths = np.zeros_like(lengths) if widths is None else widths
+  ends = np.cumsum(lengths * np.maximum(widths, 1), dtype=np.int64)[:-1]
+  parts = np.split(values, ends)
+  return [x.reshape(-1, k) if k else x for x, k in zip(parts, widths)]

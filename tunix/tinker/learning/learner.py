@@ -108,7 +108,7 @@ class AdapterState:
 
 
 class RowOutputs(NamedTuple):
-  """Results of one row, float32 [N] each.
+  """Results of one row, float32 [N] each, or [N, K] with K targets for each position.
 
   Attributes:
     logps: log-probabilities of the targets in nats.
@@ -199,9 +199,9 @@ class Learner:
       )
       logps, values = np.asarray(logps), np.asarray(values)
       for i, number in enumerate(batch.rows):
-        size = rows[number].tokens.size
+        part = (i, *map(slice, rows[number].inputs["target_tokens"].shape))
         # Copies, because a view would keep the padded arrays alive.
-        out[number] = RowOutputs(logps[i, :size].copy(), values[i, :size].copy())
+        out[number] = RowOutputs(logps[part].copy(), values[part].copy())
     if backward:
       state.gradient = gradient
     return [x for x in out if x is not None]
@@ -340,7 +340,12 @@ def _gradient(skeleton: Skeleton, key: _Program) -> Any:
     states = language_model.states(
       Sequences(batch["tokens"], segment_ids=batch["segment_ids"])
     )
-    logps = language_model.token_logps(states, batch["target_tokens"]).logps
+    targets = batch["target_tokens"]
+    logps = (
+      language_model.token_logps(states, targets).logps
+      if targets.ndim == 2
+      else language_model.logps_at(states, targets)
+    )
     values = losses.weighted(key.loss, logps, batch, config)
     return jnp.sum(values), (logps, values)
 

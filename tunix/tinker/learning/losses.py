@@ -11,6 +11,11 @@ input `logprobs`), advantages A and the ratio r = p / q:
                         arXiv:2506.13585)
   dro                   -(A log p - beta / 2 (log p - log q)^2) (Richemond et al. 2024,
                         arXiv:2405.19107)
+  gspo                  -min(s A, clip(s, low, high) A) in the token form of Zheng et
+                        al. 2025 (arXiv:2507.18071): the value of s is exp of the mean
+                        of log r over the tokens of a row where `sequence_ratio_mask`
+                        is not 0, and its gradient at a token is that of the token's r
+                        at value s
 
 The losses of reinforcement learning take `weights` too, as a factor; without them it
 is 1.
@@ -25,10 +30,11 @@ import jax
 import jax.numpy as jnp
 
 from tunix.ops import policy_gradient
-from tunix.ops.reductions import safe_exp
+from tunix.ops.reductions import keep, safe_divide, safe_exp
 from tunix.tinker.errors import NotServedError, TinkerError
 
 _MOST = 1e30  # of a bound of the ratio, and of beta
+RATIO_MASK = "sequence_ratio_mask"  # of gspo
 Inputs = Mapping[str, jax.Array]
 Config = Mapping[str, float]
 
@@ -72,6 +78,22 @@ def _dro(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
   return -(inputs["advantages"] * logps - 0.5 * config["beta"] * square)
 
 
+def _gspo(logps: jax.Array, inputs: Inputs, config: Config) -> jax.Array:
+  log_ratio = logps - inputs["logprobs"]
+  in_mean = inputs[RATIO_MASK] != 0
+  mean = safe_divide(
+    jnp.sum(keep(log_ratio, in_mean), axis=1, keepdims=True),
+    jnp.sum(in_mean, axis=1, keepdims=True).astype(logps.dtype),
+  )
+  # `policy_gradient.log_ratio` gives ratio 1 outside the mask; the protocol's is s.
+  only_gradient = logps - jax.lax.stop_gradient(logps)
+  return policy_gradient.clipped_loss(
+    jax.lax.stop_gradient(mean) + only_gradient,
+    inputs["advantages"],
+    **_distances(config),
+  ).values
+
+
 def _distances(config: Config) -> dict[str, float]:
   """Converts the bounds of the ratio to distances from 1."""
   return {
@@ -87,8 +109,17 @@ LOSSES: dict[str, Loss] = {
   "ppo": Loss(_ppo, _RL, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
   "cispo": Loss(_cispo, _RL, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
   "dro": Loss(_dro, _RL, {"beta": float("nan")}),
+  # The bounds of the paper, section 5.1, and of our own GSPO.
+  "gspo": Loss(
+    _gspo,
+    (*_RL, RATIO_MASK),
+    {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+  ),
 }
-_NOT_SERVED = ("gspo", "stable_reinforce", "custom")
+_NOT_SERVED = {  # name -> why
+  "stable_reinforce": "its formula is not part of the SDK",
+  "custom": "it runs functions of clients",
+}
 
 
 def loss_named(name: str) -> Loss:
@@ -103,8 +134,9 @@ def loss_named(name: str) -> Loss:
   names = ", ".join(LOSSES)
   if name in _NOT_SERVED:
     raise NotServedError(
-      f"loss_fn is {name!r}, which this service does not have; expected one of "
-      f"{names}. Use one of them, or forward_backward_custom with a function of Python"
+      f"loss_fn is {name!r}, which this service does not have, because "
+      f"{_NOT_SERVED[name]}; expected one of {names}. Use one of them, or "
+      "forward_backward_custom with a function of Python"
     )
   raise TinkerError(f"loss_fn is {name!r}; expected one of {names}. Correct the name")
 
@@ -152,11 +184,16 @@ def weighted(name: str, logps: jax.Array, inputs: Inputs, config: Config) -> jax
 
   Args:
     name: a name from `LOSSES`.
-    logps: log-probabilities of the targets in nats, float [B, T].
-    inputs: the loss's inputs and `weights`, [B, T] each.
+    logps: log-probabilities of the targets in nats, float [B, T], or [B, T, K] with K
+      targets for each position.
+    inputs: the loss's inputs and `weights`, each of the shape of `logps`.
     config: the whole configuration, see `configured`.
   """
   weights = inputs["weights"]
-  # Padding has weight 0. Nothing that is computed there may reach the gradient.
-  finite = jnp.where(weights != 0, logps, 0.0)
+  # Padding has weight 0. Nothing that is computed there may reach the gradient. The
+  # ratio of a sequence counts tokens of its mask with weight 0 too.
+  is_used = weights != 0
+  if RATIO_MASK in LOSSES[name].inputs:
+    is_used |= inputs[RATIO_MASK] != 0
+  finite = jnp.where(is_used, logps, 0.0)
   return LOSSES[name].function(finite, inputs, config) * weights

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from tunix.tinker.learning.data import split
 from tunix.utils import array_codec
 
 Key = TypeVar("Key", bound=Hashable)
@@ -42,6 +43,15 @@ class Result:
     meta = {"type": "result", **key, "values": dict(self.values)}
     meta |= {"error": self.error, "category": self.category}
     return array_codec.to_bytes(meta, self.arrays)
+
+  def per_row(self) -> dict[str, list[np.ndarray]]:
+    """Returns the arrays with values of tokens, cut into rows or completions."""
+    lengths, widths = self.arrays["lengths"], self.arrays.get("widths")
+    return {
+      name: split(values, lengths, widths)
+      for name, values in self.arrays.items()
+      if name not in ("lengths", "widths") and "prompt" not in name
+    }
 
   @property
   def nbytes(self) -> int:

@@ -14,7 +14,12 @@ from tunix.tinker.protocol import fields
 from tunix.utils import checks
 
 _MOST_SAMPLES = 1024  # of one request
-_UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+_UNSERVED = {  # field -> what to do
+  "target_prompt_logprobs": "Leave it out",
+  "prompt_alt_tokens_k": "Leave it out",
+  "record_stability_info": "Train with another loss_fn than stable_reinforce, such as "
+  "cispo, and leave it out",
+}
 
 
 def check(
@@ -32,11 +37,11 @@ def check(
     NotServedError: a field that this service does not have.
     TinkerError: a value that is out of range.
   """
-  for name in _UNSERVED:
+  for name, remedy in _UNSERVED.items():
     if args.get(name):
       raise NotServedError(
         f"{name} is {str(args[name])[:80]}, which this service does not have; expected "
-        "no value. Leave it out"
+        f"no value. {remedy}"
       )
   most, most_tops = engine.max_tokens, engine.max_top_logprobs
   if not 1 <= prompt.size < most:

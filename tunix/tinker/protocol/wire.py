@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 
 from tunix.tinker.errors import NotServedError, TinkerError
 from tunix.tinker.learning.data import Row
+from tunix.tinker.learning.sparse import Sparse
 from tunix.tinker.protocol import fields, protobuf
 from tunix.tinker.protocol.results import Result
 
 # Numbers of the protocol's data types, and the types of JSON.
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _JSON_DTYPES = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
-_FLOAT32 = 1
+_FLOAT32, _INT64 = 1, 2
 _INT32 = 2**31 - 1  # ids, and targets of losses
 _STOP_REASONS = {"stop": 0, "length": 1}
 _RECORD = "ArrayRecord"
@@ -93,7 +95,7 @@ def _config_value(message: bytes) -> object:
 
 def _row_from_proto(message: bytes) -> Row:
   tokens: list[np.ndarray] = []
-  inputs: dict[str, np.ndarray] = {}
+  inputs: dict[str, np.ndarray | Sparse] = {}
   for field, value in protobuf.fields(message):
     if field == 1:
       for kind, chunk in protobuf.fields(protobuf.as_bytes(value)):
@@ -107,24 +109,27 @@ def _row_from_proto(message: bytes) -> Row:
   return _row(tokens, inputs)
 
 
-def _tensor_from_proto(message: bytes) -> np.ndarray:
-  dense, dtype, shape, is_sparse = b"", 0, [], False
+def _tensor_from_proto(message: bytes) -> np.ndarray | Sparse:
+  dense, dtype, shape, sparse = b"", 0, [], None
   for field, value in protobuf.fields(message):
     if field == 1:
       dense = protobuf.as_bytes(value)
     elif field == 2:
-      is_sparse = True
+      sparse = dict(protobuf.fields(protobuf.as_bytes(value)))
     elif field == 3:
       dtype = protobuf.as_int(value)
     elif field == 4:
       shape += protobuf.integers(value)
-  if is_sparse:
-    raise _no_sparse()
   if dtype not in _DTYPES:
     raise TinkerError(
       f"a tensor has the dtype {dtype}; expected 1 (float32), 2 (int64) or 3 (int32). "
       "Convert it"
     )
+  if sparse is not None:
+    part = lambda field, dtype: _array(
+      protobuf.as_bytes(sparse.get(field, b"")), _DTYPES[dtype]
+    )
+    return Sparse(part(1, dtype), part(2, _INT64), part(3, _INT64), shape)
   return _shaped(_array(dense, _DTYPES[dtype]), shape or None)
 
 
@@ -149,7 +154,7 @@ def _shaped(values: np.ndarray, shape: Any) -> np.ndarray:
   return values.reshape(shape)
 
 
-def _row(tokens: list[np.ndarray], inputs: Mapping[str, np.ndarray]) -> Row:
+def _row(tokens: list[np.ndarray], inputs: Mapping[str, np.ndarray | Sparse]) -> Row:
   flat = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
   # Sorted, so that a repeated request has equal bytes.
   return Row(tokens=flat, inputs=dict(sorted(inputs.items())))
@@ -159,13 +164,6 @@ def _no_media() -> NotServedError:
   return NotServedError(
     "model_input has an image or audio chunk, which this service does not take; "
     "expected chunks of tokens. Leave it out"
-  )
-
-
-def _no_sparse() -> NotServedError:
-  return NotServedError(
-    "loss_fn_inputs has a sparse tensor of several targets for each position, which "
-    "this service does not take; expected one target for each token. Send a vector"
   )
 
 
@@ -220,7 +218,7 @@ def model_input(value: object) -> np.ndarray:
   return np.concatenate(parts)
 
 
-def _tensor_from_json(name: str, value: Any) -> np.ndarray:
+def _tensor_from_json(name: str, value: Any) -> np.ndarray | Sparse:
   kind = value.get("dtype") if isinstance(value, dict) else None
   dtype = _JSON_DTYPES.get(kind) if isinstance(kind, str) else None
   if dtype is None:
@@ -228,9 +226,14 @@ def _tensor_from_json(name: str, value: Any) -> np.ndarray:
       f"loss_fn_inputs.{name} has no dtype float32 or int64; expected one. Check the "
       "client"
     )
-  if value.get("sparse_crow_indices") is not None:
-    raise _no_sparse()
-  return _shaped(_numbers(name, value.get("data"), dtype), value.get("shape"))
+  numbers = _numbers(name, value.get("data"), dtype)
+  if value.get("sparse_crow_indices") is None:
+    return _shaped(numbers, value.get("shape"))
+  starts, columns = (
+    _numbers(field, value.get(field), _JSON_DTYPES["int64"])
+    for field in ("sparse_crow_indices", "sparse_col_indices")
+  )
+  return Sparse(numbers, starts, columns, value.get("shape"))
 
 
 def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
@@ -273,21 +276,31 @@ def has_proto(result: Result) -> bool:
 
 
 def _output_to_proto(result: Result) -> bytes:
-  lengths = result.arrays["lengths"]
-  offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * 4
-  record = protobuf.data(1, _RECORD)
-  for name, values in result.arrays.items():
-    if name != "lengths":
-      tensor = protobuf.data(1, values.astype("<f4").tobytes())
-      tensor += protobuf.data(2, offsets.astype("<i8").tobytes())
-      tensor += protobuf.number(3, _FLOAT32)
-      entry = protobuf.data(1, name) + protobuf.data(2, tensor)
-      record += protobuf.data(2, entry)
-  record += protobuf.number(3, len(lengths))
-  out = protobuf.data(1, _RECORD) + protobuf.data(2, record)
+  out, start = protobuf.data(1, _RECORD), 0
+  rows = result.per_row()
+  widths = [x.shape[1] if x.ndim == 2 else 0 for x in rows["logprobs"]]
+  # The rows of a record have equal shapes but for their lengths.
+  for width, group in itertools.groupby(widths):
+    part = slice(start, start + len(list(group)))
+    start = part.stop
+    record = {name: values[part] for name, values in rows.items()}
+    out += protobuf.data(2, _record_to_proto(record, width))
   for name, value in result.values["metrics"].items():
     out += protobuf.data(3, protobuf.data(1, name) + protobuf.double(2, value))
   return out
+
+
+def _record_to_proto(rows: Mapping[str, list[np.ndarray]], width: int) -> bytes:
+  """Returns a message ArrayRecord of rows [N], or [N, width] if the width is not 0."""
+  record = protobuf.data(1, _RECORD)
+  for name, values in rows.items():
+    offsets = np.cumsum([0, *(x.size * 4 for x in values)], dtype=np.int64)
+    tensor = protobuf.data(1, np.concatenate(values).astype("<f4").tobytes())
+    tensor += protobuf.data(2, offsets.astype("<i8").tobytes())
+    tensor += protobuf.number(3, _FLOAT32) + protobuf.number(4, width)
+    entry = protobuf.data(1, name) + protobuf.data(2, tensor)
+    record += protobuf.data(2, entry)
+  return record + protobuf.number(3, len(rows["logprobs"]))
 
 
 def _sample_to_proto(result: Result) -> bytes:
@@ -330,12 +343,7 @@ def to_json(result: Result) -> dict[str, Any]:
     if "metrics" in values:
       values["metrics"] = _finite(values["metrics"])
     return values
-  ends = np.cumsum(result.arrays["lengths"])[:-1]
-  per_row = {
-    name: np.split(values, ends)
-    for name, values in result.arrays.items()
-    if name != "lengths" and "prompt" not in name
-  }
+  per_row = result.per_row()
   if is_sample(result):
     return {
       "type": "sample",
@@ -366,8 +374,8 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tensor_to_json(values: np.ndarray) -> dict[str, Any]:
-  data = [x if math.isfinite(x) else None for x in values.tolist()]
-  return {"data": data, "dtype": "float32", "shape": [values.size]}
+  data = [x if math.isfinite(x) else None for x in values.ravel().tolist()]
+  return {"data": data, "dtype": "float32", "shape": list(values.shape)}
 
 
 def _nan_to_none(values: np.ndarray | None) -> list[float | None] | None:

@@ -114,11 +114,9 @@ class Executor:
       op.args["config"],
       backward=backward,
     )
-    losses = np.concatenate([x.losses for x in outputs])
-    arrays = {
-      "lengths": op.arrays["lengths"],
-      "logprobs": np.concatenate([x.logps for x in outputs]),
-    }
+    losses = np.concatenate([x.losses.ravel() for x in outputs])
+    arrays = {x: op.arrays[x] for x in ("lengths", "widths") if x in op.arrays}
+    arrays["logprobs"] = np.concatenate([x.logps.ravel() for x in outputs])
     if op.args["loss_fn"] == "cross_entropy":
       arrays["elementwise_loss"] = losses
     total = float(np.sum(losses, dtype=np.float64))

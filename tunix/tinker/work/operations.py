@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.tinker.errors import QuotaError, TinkerError
+from tunix.tinker.errors import NotServedError, QuotaError, TinkerError
 from tunix.tinker.learning import data, losses
 from tunix.tinker.learning.learner import AdamParams
 from tunix.tinker.protocol import fields
@@ -31,6 +31,8 @@ def gradient(
   """Returns a forward or forward-backward request; see `data.check_rows`."""
   _check_size("rows", len(rows), limits.max_rows)
   _check_size("tokens", sum(x.tokens.size for x in rows), limits.max_request_tokens)
+  targets = [x.inputs.get("target_tokens", x.tokens) for x in rows]
+  _check_size("targets", sum(x.size for x in targets), limits.max_request_tokens)
   checked = data.check_rows(
     rows, loss, vocab_size=vocab_size, max_tokens=limits.max_tokens
   )
@@ -48,8 +50,23 @@ def _check_size(what: str, count: int, most: int) -> None:
     )
 
 
+def check_optimizer(config: Any) -> None:
+  """Refuses other optimizers than AdamW.
+
+  Raises:
+    NotServedError: another optimizer.
+  """
+  kind = config.get("type") if isinstance(config, dict) else None
+  if kind not in (None, "adamw"):
+    raise NotServedError(
+      f"the optimizer is {str(kind)[:80]!r}, which this service does not have; "
+      "expected adamw. Use AdamParams"
+    )
+
+
 def update(params: Any) -> Op:
   """Returns an AdamW update, given the fields of `AdamParams`."""
+  check_optimizer(params)
   try:
     checked = AdamParams(**fields.table({"adam_params": params}, "adam_params"))
   except (TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ from tunix.models import families
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.perf.programs import ProgramRecord
-from tunix.plan import program, rollout, topology as topology_lib, training
+from tunix.plan import apart, program, rollout, topology as topology_lib, training
 from tunix.plan.engine import DECODE, MIXED, EngineRecords
 from tunix.plan.report import SERVE, RunEstimate
 from tunix.utils import mesh as mesh_lib
@@ -48,7 +48,7 @@ class PlanOptions:
   """The devices and the form of a plan.
 
   Attributes:
-    topology: v5e:2x4, v6e:2x4, ..., cpu:8, or gpu.
+    topology: v5e:2x4, v6e:2x4, ..., h100:8, ..., cpu:8, or gpu.
     mesh: sizes of axes, as in fsdp=8,tp=2; null: tp over all devices.
     json: prints all figures, with every collective.
     markdown: prints the report as Markdown.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
   Raises:
     FileNotFoundError: there is no such model.
-    ImportError: libtpu is missing.
+    ImportError: libtpu, or the compiler for GPUs, is missing.
     ValueError: a number is out of range, or the topology or the mesh does not exist.
   """
   values = parser().read(argv)
@@ -101,6 +101,11 @@ def plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
   Raises:
     FileNotFoundError, ImportError, ValueError: see `main`.
   """
+  return apart.plan(_plan, values, topology, mesh)
+
+
+def _plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
+  """Compiles the programs in this process; see `plan`."""
   where = topology_lib.find(topology)
   grid, settings = where.mesh(mesh), _settings(values.build(serve.ServeOptions))
   with mesh_lib.use_mesh(grid):

@@ -241,7 +241,8 @@ def _run_drafts(
     rounds_lib.logits_of(model, hidden),
     token_sampling.repeated(rules, width),
     index.reshape(-1),
-    tops=carry.out.chosen.top_ids.shape[2],
+    None,
+    *carry.out.chosen.sizes,
   )
   by_slot = lambda x: x.reshape(batch, width, *x.shape[1:])
   chosen = jax.tree.map(by_slot, chosen._replace(routes=routes))

@@ -81,9 +81,8 @@ def draw(
   allowed: Leaf | None,
 ) -> tuple[Slots, Out]:
   """Draws the token of each slot that decodes, or whose prompt the round has ended."""
-  tops = out.chosen.top_ids.shape[2]
   chosen, is_finite = token_sampling.choose(
-    ran.logits, rules, slots.index, allowed, tops
+    ran.logits, rules, slots.index, allowed, *out.chosen.sizes
   )
   first = here.draws >= 0
   slots = dataclasses.replace(

@@ -83,6 +83,8 @@ class Chosen(NamedTuple):
     top_logps: float32 [B, t].
     routes: [B, M, k], the experts of the token that was run to draw each token, see
       experts/route_records.py; None if routes are not recorded.
+    head_ids, head_probs: int32 and float32 [B, k], the most likely tokens of the
+      distribution drawn from; 0 at temperature 0. None if they are not recorded.
   """
 
   ids: jax.Array
@@ -91,9 +93,19 @@ class Chosen(NamedTuple):
   top_ids: jax.Array
   top_logps: jax.Array
   routes: jax.Array | None = None
+  head_ids: jax.Array | None = None
+  head_probs: jax.Array | None = None
+
+  @property
+  def sizes(self) -> tuple[int, int]:
+    """The arguments `tops` and `head` of `choose`."""
+    head = 0 if self.head_ids is None else self.head_ids.shape[-1]
+    return self.top_ids.shape[-1], head
 
 
-def empty(shape: tuple[int, ...], tops: int, form: RouteForm | None) -> Chosen:
+def empty(
+  shape: tuple[int, ...], tops: int, form: RouteForm | None, head: int = 0
+) -> Chosen:
   """Returns zeros; `form` is that of recorded routes, or None."""
   return Chosen(
     jnp.zeros(shape, jnp.int32),
@@ -102,6 +114,7 @@ def empty(shape: tuple[int, ...], tops: int, form: RouteForm | None) -> Chosen:
     jnp.zeros((*shape, tops), jnp.int32),
     jnp.zeros((*shape, tops), jnp.float32),
     None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
+    *_no_head(shape, head),
   )
 
 
@@ -111,6 +124,7 @@ def choose(
   index: Int[Array, " B"],
   allowed: Int[Array, "B W"] | None = None,
   tops: int = 0,
+  head: int = 0,
 ) -> tuple[Chosen, Bool[Array, " B"]]:
   """Chooses the token of every row.
 
@@ -121,7 +135,8 @@ def choose(
       number and this.
     allowed: uint32 [B, ceil(V / 32)] bits of allowed tokens (`request.Matcher.mask`);
       None: all tokens.
-    tops: number t of most likely tokens.
+    tops: number t of most likely tokens under the model's own distribution.
+    head: number k of most likely tokens of the distribution drawn from.
 
   Returns:
     The tokens, and False for a row if a logit is NaN or +inf, or if no token is
@@ -131,8 +146,10 @@ def choose(
   if allowed is not None:
     biased = jnp.where(_bits(allowed, logits.shape[1]), biased, -jnp.inf)
   best = sampling.greedy(biased)
-  tokens, drawn = rules.when(
-    "draws", lambda: _drawn(biased, rules, index, best), (best, _zeros(best))
+  tokens, drawn, head_ids, head_probs = rules.when(
+    "draws",
+    lambda: _drawn(biased, rules, index, best, head),
+    (best, _zeros(best), *_no_head(best.shape, head)),
   )
   logps = rules.when(
     "scores", lambda: sampling.token_logps(logits, tokens), _zeros(best)
@@ -142,7 +159,12 @@ def choose(
   )
   # The best logit is NaN if any is. A sampled token would not show it.
   at = jnp.take_along_axis(biased, best[:, None], axis=1)[:, 0]
-  return Chosen(tokens, logps, drawn, top_ids, top_logps), jnp.isfinite(at)
+  chosen = Chosen(
+    *(tokens, logps, drawn, top_ids, top_logps),
+    head_ids=head_ids,
+    head_probs=head_probs,
+  )
+  return chosen, jnp.isfinite(at)
 
 
 def _biased(logits: jax.Array, rules: Rules) -> jax.Array:
@@ -151,9 +173,12 @@ def _biased(logits: jax.Array, rules: Rules) -> jax.Array:
 
 
 def _drawn(
-  logits: jax.Array, rules: Rules, index: jax.Array, best: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns sampled tokens and their log-probs; the best token at temperature 0."""
+  logits: jax.Array, rules: Rules, index: jax.Array, best: jax.Array, head: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+  """Returns sampled tokens, their log-probs and the head of their distribution.
+
+  At temperature 0 the token is the best one, and the others are 0.
+  """
   is_sampled = rules.temperature > 0
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
   filtered = lambda: filters.keep(scaled, **rules.filter_values)
@@ -166,7 +191,11 @@ def _drawn(
     "scores", lambda: sampling.token_logps(allowed, sampled), _zeros(best)
   )
   pick = lambda x, y: jnp.where(is_sampled, x, y)
-  return pick(sampled, best), pick(logps, 0)
+  if not head:
+    return pick(sampled, best), pick(logps, 0), None, None
+  ids, values = most_likely(allowed, head)
+  probs = jnp.where(is_sampled[:, None], jnp.exp(values), 0)
+  return pick(sampled, best), pick(logps, 0), ids, probs
 
 
 def most_likely(
@@ -182,6 +211,14 @@ def most_likely(
     jnp.pad(ids.astype(jnp.int32), missing),
     jnp.pad(values, missing, constant_values=-jnp.inf),
   )
+
+
+def _no_head(
+  shape: tuple[int, ...], head: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+  if not head:
+    return None, None
+  return jnp.zeros((*shape, head), jnp.int32), jnp.zeros((*shape, head), jnp.float32)
 
 
 def _no_tops(like: jax.Array, tops: int) -> tuple[jax.Array, jax.Array]:

@@ -126,7 +126,7 @@ class Device:
       width = c.rounds * (1 + c.draft_tokens)
       slots, out = programs.call(
         "engine start", _start,
-        arrays.slots_of(running, plan, c), width, tops, self.routes,
+        arrays.slots_of(running, plan, c), width, tops, self.routes, c.record_head,
       )  # fmt: skip
       draft_store = None if draft is None else draft.take_store()
       carry = Round(slots, keeper.store, out, draft_store)
@@ -298,13 +298,13 @@ class Device:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _start(
-  slots: Slots, columns: int, tops: int, form: RouteForm | None
+  slots: Slots, columns: int, tops: int, form: RouteForm | None, head: int
 ) -> tuple[Slots, Out]:
   """Returns the slots and empty results, placed as launches return them.
 
   A program that follows another one in a launch would else be compiled a second time.
   """
-  out = state_lib.empty(slots.last.shape[0], columns, tops, form)
+  out = state_lib.empty(slots.last.shape[0], columns, tops, form, head)
   return jax.tree.map(mesh_lib.constrain, (slots, out))

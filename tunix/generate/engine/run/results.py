@@ -82,7 +82,8 @@ def _columns(s: Sequence, out: Out, slot: int, count: int) -> dict[str, Any]:
   """Returns the columns of the drawn tokens that the request asks for."""
   chosen, request, tops = out.chosen, s.request, ("top_ids", "top_logps")
   columns = chosen._asdict() if request.logprobs else {"ids": chosen.ids}
-  columns = {n: x for n, x in columns.items() if n not in (*tops, "routes")}
+  left = (*tops, "routes")
+  columns = {n: x for n, x in columns.items() if n not in left and x is not None}
   if most := request.top_logprobs:
     columns |= {name: getattr(chosen, name)[:, :, :most] for name in tops}
   # Copies, because a view would keep the arrays of all slots alive.

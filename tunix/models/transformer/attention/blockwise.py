@@ -14,15 +14,19 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.visibility import Tokens, Visibility, is_visible, reach
+from tunix.perf import flops, hlo_flops
 
 # Score of a hidden key, and initial value of the running maximum. The initial value is
 # larger. As long as a query has seen no visible key, a hidden key therefore gets the
@@ -39,6 +43,13 @@ class _Options:
   softcap: float | None
   window: int | None
   sizes: tuple[int, int]  # queries and keys of a block
+  passes: float | None  # key blocks of a query block on average; None: not known
+
+  def annotation(self) -> Any:
+    """Returns a context that annotates loops over key blocks, see `hlo_flops`."""
+    if self.passes is None:
+      return contextlib.nullcontext()
+    return set_xla_metadata(**{hlo_flops.PASSES: str(self.passes)})
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +90,8 @@ def attend(
   b, t, n, h = query.shape
   s, k = key.shape[1:3]
   sizes = block_size(t, query_block), block_size(s, key_block)
-  options = _Options(scale, softcap, window, sizes)
+  passes = None if visible.mask is not None else _mean_passes(s, window, sizes[1])
+  options = _Options(scale, softcap, window, sizes, passes)
   index = _cut_visibility(visible, options, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
   # The N query heads become K groups of G = N / K, one group per key head:
@@ -105,6 +117,15 @@ def block_size(length: int, largest: int) -> int:
   count = math.ceil(length / largest)
   multiple = 128 if largest % 128 == 0 and length > 128 else 1
   return min(largest, math.ceil(length / count / multiple) * multiple)
+
+
+def _mean_passes(keys: int, window: int | None, size: int) -> float:
+  """Returns the key blocks that a causal query block needs at least, on average.
+
+  Rows count as one segment each.
+  """
+  pairs = flops.attended_pairs(keys, window=window)
+  return max(1.0, pairs / keys / size)
 
 
 def _cut(x: jax.Array, size: int, axis: int, mode: str = "constant") -> jax.Array:
@@ -227,7 +248,9 @@ def _forward(options, query, key, value, index, sinks):
     start = zeros + _FLOOR, zeros, jnp.zeros(q.shape, jnp.float32)
     if sinks is not None:
       start = zeros + sinks[..., None], zeros + 1, start[2]
-    top, total, out = jax.lax.fori_loop(index.first[i], index.last[i], key_block, start)
+    bounds = index.first[i], index.last[i]
+    with options.annotation():
+      top, total, out = jax.lax.fori_loop(*bounds, key_block, start)
     safe = jnp.where(total > 0, total, 1.0)
     # 0 for a query without a visible key: its weights in the backward pass are then
     # exp(_HIDDEN - 0) = 0, and its gradient is finite.
@@ -273,7 +296,8 @@ def _backward(options, saved, d_out):
 
     start = jnp.zeros(q.shape, jnp.float32), *accumulated
     bounds = index.first[i], index.last[i]
-    d_q, *accumulated = jax.lax.fori_loop(*bounds, key_block, start)
+    with options.annotation():
+      d_q, *accumulated = jax.lax.fori_loop(*bounds, key_block, start)
     return tuple(accumulated), d_q.astype(query.dtype)
 
   empty = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)

@@ -1,0 +1,145 @@
+"""Prompts of a teacher that reads more than the student: a demonstration, feedback.
+
+A template has the student's prompt at {prompt}. In a conversation it is applied to the
+last message, which must be the user's; the messages before it stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix.data import records
+from tunix.data.records import Kind, Record, Text
+
+# Further fields of a record: what its teacher reads, and the number of its teacher.
+TEACHER_PROMPT, TEACHER = "teacher_prompt", "teacher"
+
+DEMONSTRATION = (
+  "{prompt}\n\nHere is an example of a good answer:\n\n{demonstration}\n\n"
+  "Now give an answer of your own."
+)
+
+
+def check_template(name: str, template: str, places: Sequence[str]) -> None:
+  """Checks that a template has every place.
+
+  Raises:
+    ValueError: a place is missing.
+  """
+  for place in places:
+    if f"{{{place}}}" not in template:
+      raise ValueError(
+        f"{name} is {template!r}, without {{{place}}}. Write {{{place}}} where the "
+        f"{place} goes"
+      )
+
+
+def filled(template: str, **texts: str) -> str:
+  """Returns the template with a text at each {name}; braces of the texts stay."""
+  pattern = "|".join(f"{{({name})}}" for name in texts)
+  return re.sub(pattern, lambda match: texts[match[0][1:-1]], template)
+
+
+def teacher_prompt(prompt: Text, template: str, **texts: str) -> Text:
+  """Returns a prompt with a template applied to its text, or to its last message.
+
+  Args:
+    prompt: text or messages; unchanged.
+    template: has {prompt}, and the names of `texts`.
+    **texts: what the teacher reads in addition.
+
+  Raises:
+    ValueError: the last message is not a user's text.
+  """
+  if isinstance(prompt, str):
+    return filled(template, prompt=prompt, **texts)
+  *before, last = prompt
+  if last["role"] != "user" or not isinstance(last["content"], str):
+    raise ValueError(
+      f"the last message of the prompt has the role {last['role']!r} and the content "
+      f"{type(last['content']).__name__}; expected a text of the user, which the "
+      "template of the teacher's prompt extends. Leave the record out"
+    )
+  return [
+    *before,
+    {**last, "content": filled(template, prompt=last["content"], **texts)},
+  ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taught:
+  """What a record has for its teacher.
+
+  Attributes:
+    template: the teacher's prompt, with {prompt} and {demonstration}; None: the teacher
+      reads the student's prompt.
+    demonstration: field of the record with the demonstration; None: its answer.
+    teachers: names of the teachers, if each record names its own.
+    column: field of the record with the name of its teacher.
+
+  Raises:
+    ValueError: a place of the template is missing.
+  """
+
+  template: str | None = None
+  demonstration: str | None = None
+  teachers: tuple[str, ...] = ()
+  column: str = "teacher"
+
+  def __post_init__(self):
+    if self.template is not None:
+      check_template("template", self.template, ("prompt", "demonstration"))
+
+  def kind(self, kind: Kind) -> Kind:
+    """Returns a kind whose records have the fields TEACHER_PROMPT and TEACHER too."""
+    if self.template is None and not self.teachers:
+      return kind
+
+    def read(record: Any, where: str) -> Record:
+      out = kind.read(record, where)
+      return out._replace(extra=out.extra | self._extra(out.prompt, record, where))
+
+    return dataclasses.replace(kind, read=read, settings=repr(self))
+
+  def _extra(
+    self, prompt: Text, record: Mapping[str, Any], where: str
+  ) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if self.teachers:
+      name = record.get(self.column)
+      if name not in self.teachers:
+        raise ValueError(
+          f"{where}: {self.column!r} is {name!r}; expected the name of a teacher: "
+          f"{', '.join(self.teachers)}. Correct the record"
+        )
+      extra[TEACHER] = self.teachers.index(name)
+    if self.template is not None:
+      text = self._demonstration(record, where)
+      try:
+        extra[TEACHER_PROMPT] = teacher_prompt(
+          prompt, self.template, demonstration=text
+        )
+      except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return extra
+
+  def _demonstration(self, record: Mapping[str, Any], where: str) -> str:
+    """Returns the demonstration of a record.
+
+    Raises:
+      ValueError: there is none, or it is no text; begins with `where`.
+    """
+    if self.demonstration is None:
+      answer: Any = records.read_answered(record, where).completions["completion"]
+      text, name = answer if isinstance(answer, str) else answer[0]["content"], "answer"
+    else:
+      text, name = record.get(self.demonstration), repr(self.demonstration)
+    if not isinstance(text, str) or not text.strip():
+      raise ValueError(
+        f"{where}: the {name} is {text!r}; expected a text, which the teacher reads as "
+        "the demonstration. Add it, or leave the record out"
+      )
+    return text

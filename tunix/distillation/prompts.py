@@ -1,0 +1,85 @@
+"""Batches of prompts, and their rows as the student and as the teacher read them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Fields of a batch for the teacher: for each position of the student's row that of the
+# teacher's, the number of the row's teacher, and whether it is the one that scores.
+PLACES, TEACHER, OWN = "places", "teacher_number", "own"
+
+
+class Prompts(NamedTuple):
+  """A batch of prompts in the layout of `data.rows.columns`; completions are optional.
+
+  Attributes:
+    prompt_ids, prompt_mask: int32 [B, P], padded on the left.
+    completion_ids, completion_mask: int32 [B, C], padded on the right, or None.
+    teacher_prompt_ids, teacher_prompt_mask: int32 [B, Q], padded on the left: what the
+      teacher reads in place of the prompt; or None.
+    teacher: int32 [B], number of the row's teacher, see `Teachers`; or None.
+  """
+
+  prompt_ids: np.ndarray
+  prompt_mask: np.ndarray
+  completion_ids: np.ndarray | None = None
+  completion_mask: np.ndarray | None = None
+  teacher_prompt_ids: np.ndarray | None = None
+  teacher_prompt_mask: np.ndarray | None = None
+  teacher: np.ndarray | None = None
+
+
+def joined(batch: Prompts) -> dict[str, np.ndarray]:
+  """Returns the tokens of each row without gaps; the completion is trained.
+
+  Prompts are padded on the left and completions on the right. A stable sort by padding
+  moves the tokens of both to the front of the row and keeps their order.
+  """
+  assert batch.completion_ids is not None and batch.completion_mask is not None
+  mask = np.concatenate([batch.prompt_mask, batch.completion_mask], axis=1)
+  ids = mask * np.concatenate([batch.prompt_ids, batch.completion_ids], axis=1)
+  trained = mask.copy()
+  trained[:, : batch.prompt_ids.shape[1]] = 0
+  tokens_first = np.argsort(mask == 0, axis=1, kind="stable")
+  move = lambda x: np.take_along_axis(x, tokens_first, axis=1)
+  return {"input_tokens": move(ids), "input_mask": move(trained)}
+
+
+def seen_by_teacher(batch: Prompts) -> dict[str, Any] | None:
+  """Returns the teacher's rows if they are not all that the student reads, else None.
+
+  The fields are those of `joined`, with TEACHER if rows have teachers of their own, and
+  PLACES, int32 [B, T], if their prompts are others.
+  """
+  own, mask = batch.teacher_prompt_ids, batch.teacher_prompt_mask
+  if own is None and batch.teacher is None:
+    return None
+  rows = joined(batch)
+  if own is not None and mask is not None:
+    width = rows["input_tokens"].shape[1]
+    rows = joined(batch._replace(prompt_ids=own, prompt_mask=mask))
+    # A completion begins at another place than in the student's row.
+    shift = (mask.sum(1) - batch.prompt_mask.sum(1))[:, None]
+    last = rows["input_tokens"].shape[1] - 1
+    rows[PLACES] = np.clip(np.arange(width) + shift, 0, last).astype(np.int32)
+  return rows if batch.teacher is None else rows | {TEACHER: batch.teacher}
+
+
+def selected(
+  x: jax.Array, places: jax.Array | None = None, own: jax.Array | None = None
+) -> jax.Array:
+  """Returns the teacher's output [B, S, ...] at the student's positions.
+
+  Args:
+    x: output of the teacher at each position of its rows.
+    places: int32 [B, T], see PLACES; None keeps the positions.
+    own: bool [B]; other rows become 0, so that the outputs of all teachers add up.
+  """
+  wide = lambda index: index.reshape(index.shape + (1,) * (x.ndim - index.ndim))
+  if places is not None:
+    x = jnp.take_along_axis(x, wide(places), axis=1)
+  return x if own is None else jnp.where(wide(own), x, jnp.zeros_like(x))
