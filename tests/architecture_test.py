@@ -74,6 +74,7 @@ HEAVY = {
     *(
       "data/pipeline.py",
       "data/batching/packing.py",
+      "data/batching/streams.py",
       "data/batching/buckets.py",
       "data/batching/draws.py",
     ),
