@@ -74,9 +74,9 @@ HEAVY = {
     *(
       "data/pipeline.py",
       "data/batching/packing.py",
-      "data/batching/streams.py",
       "data/batching/buckets.py",
       "data/batching/draws.py",
+      "data/batching/streams.py",
     ),
     *("data/reading/array_record.py", "data/batching/map_datasets.py"),
   },

@@ -127,19 +127,18 @@ def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
-  data, opened, size = config.data, {}, config.training.global_batch_size
+  data, size, opened = config.data, config.training.global_batch_size, {}
   for name, names, weights in data.sources(environments.tasks(_env(config))):
-    training = name == "train"
-    kind = config.kind(training=training)
-    if training and isinstance(data, StreamSettings) and data.stream:
+    kind, is_train = config.kind(training=name == "train"), name == "train"
+    if is_train and isinstance(data, StreamSettings) and data.stream:
       opened[name] = data_streams.open_stream(
         names, kind, data.columns, data.shuffle_buffer
       )
-      continue
-    later = {step * size: some for step, some in data.weights_at.items()}
-    opened[name] = data_sources.open_records(
-      names, kind, weights, data.columns, later if training else None
-    )
+    else:
+      later = {step * size: new for step, new in data.weights_at.items()}
+      opened[name] = data_sources.open_records(
+        names, kind, weights, data.columns, later if is_train else None
+      )
   return opened
 
 
