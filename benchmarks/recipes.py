@@ -75,10 +75,11 @@ _TABLE = """\
 _GPU_HEAD = """\
 ## On NVIDIA GPUs
 
-The same recipes on one H100 and on eight of one host (`tunix plan RECIPE --topology
-h100:8 --mesh fsdp=8`). JAX takes three quarters of the 79.11 GiB of a GPU. No GPU took
-part; [plans for GPUs](guides/planning.md#plans-for-gpus) says what a plan can tell.
-`python benchmarks/recipes.py --gpus` made the table.
+Some recipes on one H100 and on eight of one host (`tunix plan RECIPE --topology h100:8
+--mesh fsdp=8`), with their own batches. JAX takes three quarters of the 79.11 GiB of a
+GPU. No GPU took part: see what such a plan
+[can tell](guides/planning.md#plans-for-gpus). `python benchmarks/recipes.py --gpus`
+made the table.
 
 """
 

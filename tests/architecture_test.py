@@ -76,6 +76,7 @@ HEAVY = {
       "data/batching/packing.py",
       "data/batching/buckets.py",
       "data/batching/draws.py",
+      "data/batching/streams.py",
     ),
     *("data/reading/array_record.py", "data/batching/map_datasets.py"),
   },

@@ -35,6 +35,7 @@ from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.utils import create_critic_model
 from tunix.sft.dpo.kto_trainer import KTOTrainer
@@ -123,6 +124,7 @@ def dapo(**options: Any) -> None:
     entropy_coef=0.01,
     rollout_correction=RolloutCorrection(),
     pass_threshold=0.5,
+    curriculum=CurriculumConfig(),
     eval_num_generations=2,
   )
   cluster = clusters.cluster(
@@ -243,11 +245,17 @@ JOBS = {
   "on-policy": job(on_policy, STEP, f"{DISTILL}policy_gradient.METRICS"),
   "dapo": job(
     dapo,
-    *(*RL, "tunix.rl.grpo.dapo_learner.METRICS", "tunix.perf.export.METRICS"),
+    *(
+      *RL,
+      "tunix.rl.grpo.dapo_learner.METRICS",
+      "tunix.rl.prompts.curriculum.METRICS",
+      "tunix.perf.export.METRICS",
+    ),
     conditional=TRACE
     | PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
+    | {m.name for m in metrics_table.declared("tunix.rl.prompts.curriculum")}
     | {"actor/kl", "actor/entropy", f"{CORRECTION}truncated", *WEIGHTS},
   ),
   "episodes": job(

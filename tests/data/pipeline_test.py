@@ -12,6 +12,8 @@ from tunix.data import formats
 from tunix.data.batching import packing as packing_lib
 from tunix.data.chat import rendered_row
 from tunix.data.pipeline import build_dataset
+from tunix.data.reading import stream
+from tunix.data.reading.stream import Streamed
 
 TOKENIZER = toys_text.chat_tokenizer(None)
 FIELDS = {"input_tokens", "input_mask", "positions", "segment_ids"}
@@ -26,6 +28,7 @@ def make_records(count, seed=0):
 
 
 RECORDS = make_records(23)
+STREAM = Streamed([stream.of_iterable(RECORDS, name="s")], shuffle_buffer=6)
 
 
 def build(records=RECORDS, **kwargs):
@@ -110,16 +113,27 @@ def test_shuffling_is_by_seed_and_anew_each_epoch():
   assert list(itertools.islice(endless, 69)) == thrice
 
 
+@pytest.mark.parametrize("records", [RECORDS, STREAM])
 @pytest.mark.parametrize("threads", [0, 3])
 @pytest.mark.parametrize("packing", [False, True])
-def test_threads_change_nothing(packing, threads):
+def test_threads_change_nothing(packing, threads, records):
   for left, right in zip(
-    build(packing=packing), build(packing=packing, num_threads=threads), strict=True
+    build(records, packing=packing),
+    build(records, packing=packing, num_threads=threads),
+    strict=True,
   ):
     same(left, right)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"overlong": "drop", "max_length": 20}])
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    {},
+    {"overlong": "drop", "max_length": 20},
+    {"records": STREAM},
+    {"records": STREAM, "overlong": "drop", "max_length": 20},
+  ],
+)
 @pytest.mark.parametrize("packing", [False, True])
 def test_state_restores_exactly_at_every_batch(packing, kwargs):
   dataset = build(packing=packing, num_epochs=4, batch_size=3, **kwargs)
@@ -148,11 +162,13 @@ def test_the_same_iterator_goes_back():
     same(next(iterator), batch)
 
 
+@pytest.mark.parametrize("records", [RECORDS, STREAM])
 @pytest.mark.parametrize("packing", [False, True])
-def test_processes_share_each_batch(packing):
-  whole = list(build(packing=packing))
+def test_processes_share_each_batch(packing, records):
+  whole = list(build(records, packing=packing))
   parts = [
-    list(build(packing=packing, process_index=i, process_count=2)) for i in range(2)
+    list(build(records, packing=packing, process_index=i, process_count=2))
+    for i in range(2)
   ]
   assert len(parts[0]) == len(parts[1]) == len(whole)
   for batch, first, second in zip(whole, *parts):

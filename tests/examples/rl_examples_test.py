@@ -117,6 +117,8 @@ def test_a_judge_is_trained_served_and_asked(tmp_path):
   assert b"Verdict: " in kept.read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_example_of_a_judge_asks_any_server(tmp_path, monkeypatch):
   """And the questions that its judge is trained on are those that it is asked."""
   example = loading.example("judge")

@@ -179,7 +179,7 @@ def main() -> None:
         marks = learning.marks(curve)
         print(json.dumps(record | {"mean_of_10": marks}), flush=True)
   if given.plot:
-    learning.plot(curves, given.plot)
+    learning.plot(curves, given.plot, ylim=(0.0, 0.5))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,11 @@ def marks(curve: list[float]) -> list[float]:
   return [round(float(np.mean(curve[end - 10 : end])), 3) for end in ends]
 
 
-def plot(curves: dict[str, list[list[float]]], file: pathlib.Path) -> None:
+def plot(
+  curves: dict[str, list[list[float]]],
+  file: pathlib.Path,
+  ylim: tuple[float, float] = (0.4, 1.0),
+) -> None:
   """Means over ten batches of rollouts, and the band of the seeds; DAPO draws more than
   one batch a step."""
   import matplotlib
@@ -215,7 +219,7 @@ def plot(curves: dict[str, list[list[float]]], file: pathlib.Path) -> None:
       axes.fill_between(
         x, means.min(0), means.max(0), color=line.get_color(), alpha=0.2
       )
-  axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=(0.4, 1.0))
+  axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=ylim)
   axes.grid(alpha=0.3)
   axes.legend(ncols=2, frameon=False)
   figure.savefig(file, dpi=110)

@@ -15,7 +15,8 @@ from typing import Any
 import grain
 
 from tunix.data import rows
-from tunix.data.batching import buckets, draws, packing as packing_lib
+from tunix.data.batching import buckets, draws, packing as packing_lib, streams
+from tunix.data.reading.stream import Streamed
 from tunix.data.records import PAIRS, SFT
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.data.source import Source
@@ -28,7 +29,7 @@ _PREFETCHED_EXAMPLES = 64
 
 
 def build_dataset(
-  records: Sequence[Mapping[str, Any]],
+  records: Sequence[Mapping[str, Any]] | Streamed,
   tokenizer: TokenizerAdapter,
   *,
   batch_size: int,
@@ -45,8 +46,9 @@ def build_dataset(
   `positions` and `segment_ids` (0 on padding).
 
   Args:
-    records: dicts as described in `tunix.data.records`: a sequence in memory, or
-      `Records` (a file, a `tunix.data.reading.mixture.Mixture`).
+    records: dicts as described in `tunix.data.records`: a sequence in memory,
+      `Records` (a file, a `tunix.data.reading.mixture.Mixture`), or a stream
+      (`tunix.data.reading.stream.Streamed`).
     tokenizer: tokenizer with the chat template.
     batch_size: number of rows of a batch over all processes.
     max_length: tokens of a row.
@@ -120,14 +122,15 @@ def build_batches(
       prompt with a completion (`buckets.batch_pairs`).
     batches_per_step: consecutive batches that share a width: the micro-batches of an
       optimizer step.
-    shuffle: if True, every epoch has a new order, determined by `seed`.
+    shuffle: if True, every epoch has a new order, determined by `seed`; a stream has
+      one within its `shuffle_buffer`.
     seed: 0 to 2**32 - 1.
     num_epochs: number of passes over the records; None never ends.
     process_index: index of this process, from 0.
     process_count: number of processes that share each batch.
-    num_threads: number of threads that render ahead; 0 renders in the thread of the
-      caller. Above 1 the tokenizer must be thread-safe (`tokenizers` is). The batches
-      do not depend on it.
+    num_threads: number of threads that render ahead, one at most for a stream; 0
+      renders in the thread of the caller. Above 1 the tokenizer must be thread-safe
+      (`tokenizers` is). The batches do not depend on it.
 
   Raises:
     ValueError: an argument is out of range. The iteration raises ValueError for records
@@ -201,6 +204,15 @@ def _elements(
   checks.number("seed", seed, checks.SEED, whole=True)
   checks.number("num_epochs", num_epochs, checks.COUNT, whole=True, optional=True)
   checks.number("num_threads", num_threads, checks.NOT_NEGATIVE, whole=True)
+  if isinstance(source.records, Streamed):
+    order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
+    rendered = streams.draws(source.records, **order).map(source.element)
+    kept = rendered.filter(lambda element: element is not None)
+    if not num_threads:
+      return kept
+    return grain.experimental.ThreadPrefetchIterDataset(
+      kept, prefetch_buffer_size=_PREFETCHED_EXAMPLES
+    )
   order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
   # If at least one of the n records is kept, two epochs in different orders drop at
   # most 2 n - 2 records in a row: n - 1 at the end of one epoch and n - 1 at the start

@@ -13,6 +13,7 @@ from typing import Any
 from tunix.data import forms
 from tunix.data.chat import Rendered
 from tunix.data.reading.mixture import describe
+from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
   KINDS,
   PAIRS,
@@ -27,6 +28,7 @@ from tunix.data.source import Source
 from tunix.utils import checks
 
 UNIT = 64  # tokens of which widths are multiples
+SCANNED = 1024  # records of a stream that a scan without a limit reads
 STEP = 8  # tokens of a step of `Report.lengths`
 
 
@@ -38,7 +40,7 @@ class Report:
 
   Attributes:
     kind: name of the kind that the records were read as.
-    records: number of records in the data set.
+    records: number of records in the data set; None for a stream.
     scanned: number of records that were scanned.
     kept: number of scanned records that training will use.
     dropped: number of records left out because they are too long.
@@ -62,7 +64,7 @@ class Report:
   """
 
   kind: str
-  records: int
+  records: int | None
   scanned: int
   kept: int
   dropped: int
@@ -81,6 +83,11 @@ class Report:
   lengths: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
   @property
+  def is_whole(self) -> bool:
+    """True if all records were scanned."""
+    return self.scanned == self.records
+
+  @property
   def longest_prompt(self) -> int:
     """Tokens of the longest prompt; 0 for records in one row."""
     return self.longest.get("prompt", 0)
@@ -92,7 +99,7 @@ class Report:
 
   def __str__(self) -> str:
     kind = KINDS[self.kind]
-    part = "" if self.scanned == self.records else f" ({self.scanned:,} looked at)"
+    part = "" if self.is_whole else f" ({self.scanned:,} looked at)"
     counts = {
       "dropped": self.dropped,
       "truncated": self.truncated,
@@ -101,7 +108,8 @@ class Report:
       "without their reasoning": self.stripped,
     }
     always = ("dropped", "truncated") if kind.name == "sft" else ()
-    parts = [f"{self.records:,} {kind.noun}{part}: {self.kept:,} kept"]
+    total = "a stream of" if self.records is None else f"{self.records:,}"
+    parts = [f"{total} {kind.noun}{part}: {self.kept:,} kept"]
     parts += [f"{n:,} {name}" for name, n in counts.items() if n or name in always]
     if self.forms:
       parts.append(f"read as {' and '.join(self.forms)} have them")
@@ -140,6 +148,8 @@ def scan(
 ) -> Report:
   """Scans all records, or at most `limit` records spread over the data.
 
+  Of a stream it scans the first `limit` records, 1024 without a limit.
+
   Args:
     source: records and their settings.
     limit: largest number of records to scan; None for all.
@@ -154,6 +164,10 @@ def scan(
       dropped, or `limit` is not positive.
   """
   checks.number("limit", limit, checks.COUNT, whole=True, optional=True)
+  if isinstance(source.records, Streamed):
+    head = source.records.head(limit or SCANNED)
+    report = scan(dataclasses.replace(source, records=head), kept=kept)
+    return dataclasses.replace(report, records=None)
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")

@@ -11,6 +11,7 @@ from tunix.data import render
 from tunix.data.batching.prompts import PromptText
 from tunix.data.chat import Rendered
 from tunix.data.reading import stored
+from tunix.data.reading.stream import Streamed
 from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.data.turns.reasoning import Reasoning
@@ -32,7 +33,8 @@ class Source:
   """Records, and the settings of their rendering and layout.
 
   Attributes:
-    records: dicts (see `tunix.data.records`), in memory or on disk.
+    records: dicts (see `tunix.data.records`), in memory or on disk; or a stream, whose
+      items the methods take in place of record numbers.
     kind: kind that the records are read as.
     tokenizer: tokenizer with the chat template.
     layout: layout of the rows: OneRow for SFT, PromptText for PROMPT_ROWS, SideBySide
@@ -50,7 +52,7 @@ class Source:
       fine-tuning is left out.
   """
 
-  records: Sequence[Mapping[str, Any]]
+  records: Sequence[Mapping[str, Any]] | Streamed
   kind: Kind
   tokenizer: TokenizerAdapter
   layout: Layout
@@ -74,13 +76,15 @@ class Source:
         f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
         f"{self.kind.name!r}"
       )
-    if not len(self.records):
+    if not isinstance(self.records, Streamed) and not len(self.records):
       raise ValueError("records is empty; give at least one record")
     self.tokenizer.check_template_variables(
       self.template_kwargs or {}, "template_kwargs"
     )
 
   def __len__(self) -> int:
+    if isinstance(self.records, Streamed):
+      raise TypeError(f"{self.records.name} is a stream and has no length")
     return len(self.records)
 
   @property
@@ -95,11 +99,11 @@ class Source:
       self.layout.stack, names=self.kind.completions, pad_id=self.pad_id
     )
 
-  def where(self, index: int) -> str:
+  def where(self, index: Any) -> str:
     """Returns the place of record `index`, for messages."""
     return stored.place(self.records, index)
 
-  def render(self, index: int) -> Rendered:
+  def render(self, index: Any) -> Rendered:
     """Returns all tokens of record `index`.
 
     Raises:
@@ -115,7 +119,7 @@ class Source:
       reasoning=self.reasoning,
     )
 
-  def fit(self, rendered: Rendered, index: int) -> Rendered | None:
+  def fit(self, rendered: Rendered, index: Any) -> Rendered | None:
     """Returns record `index` within the lengths of the layout, None if it is dropped.
 
     Raises:
@@ -126,7 +130,7 @@ class Source:
     except ValueError as error:
       raise ValueError(f"{self.where(index)}: {error}") from error
 
-  def fault(self, rendered: Rendered, fitted: Rendered, index: int) -> str | None:
+  def fault(self, rendered: Rendered, fitted: Rendered, index: Any) -> str | None:
     """Returns why a record is unusable: "empty", "equal" or None.
 
     Args:
@@ -156,7 +160,7 @@ class Source:
       )
     return fault
 
-  def element(self, index: int) -> Any | None:
+  def element(self, index: Any) -> Any | None:
     """Returns record `index` as an element of a batch, None if it is dropped.
 
     Raises:

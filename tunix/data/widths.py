@@ -96,7 +96,8 @@ def choose(layout: Any, report: Report, batch_size: int, shards: int = 1) -> Wid
   Args:
     layout: OneRow or SideBySide with the limits of the settings. They are never
       exceeded, and stay if the scan left records out, which may be longer.
-    report: report of a scan with these limits.
+    report: report of a scan with these limits. The widths of a stream follow the
+      records that the scan saw, and its later records fit the limits.
     batch_size: records that share a width: those of an optimizer step.
     shards: number of shards that the tokens of a row must divide over.
   """
@@ -104,7 +105,7 @@ def choose(layout: Any, report: Report, batch_size: int, shards: int = 1) -> Wid
   if isinstance(bounds, SideBySide):
     return Widths(layout=bounds)
   top, tokens = bounds.max_length, report.tokens / report.kept
-  if report.scanned < report.records:
+  if not report.is_whole and report.records is not None:
     return Widths(layout=bounds, lengths=(top,), padding=1 - tokens / top)
   unit = math.lcm(UNIT, shards)
   unit *= -(-top // (unit * _CANDIDATES))
@@ -147,7 +148,7 @@ def share(
   else:
     counts, mean = report.lengths["record"], report.tokens / report.kept
     plain = mean / (1 - (alone.padding or 0))
-  if report.scanned < report.records or batch_size <= row_unit or not counts:
+  if not report.is_whole or batch_size <= row_unit or not counts:
     return alone
   unit = math.lcm(UNIT, shards)
   steps = _drawn(counts, min(batch_size, _SIZE), batches)
@@ -253,7 +254,7 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
 
   Records that fit the limits fit as before. See `choose` for the arguments.
   """
-  if report.scanned < report.records:
+  if not report.is_whole:
     return layout
   counts = report.lengths
   unit = math.lcm(UNIT, shards)

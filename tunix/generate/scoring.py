@@ -35,12 +35,23 @@ class Scores(NamedTuple):
   Attributes:
     logps: [B, R], log-probability of each token given the tokens before it.
     entropy: [B, R], entropy of the distribution of each token, or None.
-    head: [B, R, k], log-probabilities of `head_ids`, or None.
   """
 
   logps: Any
   entropy: Any
-  head: Any = None
+
+
+class HeadScores(NamedTuple):
+  """`Scores` with those of further tokens.
+
+  Attributes:
+    logps, entropy: see `Scores`.
+    head: [B, R, k], log-probabilities of `head_ids`.
+  """
+
+  logps: Any
+  entropy: Any
+  head: Any
 
 
 def score_completions(
@@ -58,7 +69,7 @@ def score_completions(
   prompt_routes: Any = None,
   completion_routes: Any = None,
   head_ids: Any = None,
-) -> Scores:
+) -> Scores | HeadScores:
   """Scores completions under softmax(logits / temperature).
 
   Exact mode (`tile_rows`) computes the rows in tiles of a fixed shape, one after the
@@ -97,8 +108,8 @@ def score_completions(
       `group_size` above 1, prompts use the experts of the first row of their group.
       None: the routers choose.
     head_ids: int [B, R, k], further tokens to score at the position of each completion
-      token; None for none. They exclude exact mode, and meshes that split the tokens of
-      a row.
+      token, which makes the result `HeadScores`. They exclude exact mode, and meshes
+      that split the tokens of a row.
 
   Raises:
     ValueError: shapes or options contradict each other, dropout is on in exact mode, or
@@ -123,7 +134,7 @@ def score_completions(
         states, targets, temperature=temperature, entropy=entropy
       )
 
-  def one(model: nnx.Module, rows: Rows) -> Scores:
+  def one(model: nnx.Module, rows: Rows) -> Scores | HeadScores:
     # Three paths give the same numbers: for tokens split over devices (`cp`), for
     # groups with a shared prompt, and for plain rows. `_states` has the last two.
     scored = jnp.zeros(())
@@ -145,7 +156,7 @@ def score_completions(
       return found
     head = calling.adapt(model).logps_at(scored, head_ids, temperature=temperature)
     kept = jnp.where(rows.completion_mask[..., None], head, 0.0)
-    return found._replace(head=kept)
+    return HeadScores(*found, head=kept)
 
   return (
     one(model, rows) if tile_rows is None else _by_tiles(model, one, rows, tile_rows)
@@ -274,8 +285,8 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
 
 
 def _by_tiles(
-  model: nnx.Module, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
-) -> Scores:
+  model: nnx.Module, one: Callable[[Any, Rows], Any], rows: Rows, size: int
+) -> Any:
   """Runs `one` over tiles of `size` rows, all by the same compiled program."""
   with routing.unlogged(model):
     graph, state = nnx.split(model)

@@ -160,7 +160,7 @@ def policy_loss(
     logps, old, reported, example.advantages, mask, config
   )
   values = loss.values
-  if scores.head is not None:
+  if isinstance(scores, scoring.HeadScores):
     probs = keep(example.head_probs, mask[..., None])
     values += policy_gradient.centering_loss(
       scores.head, probs, example.advantages, expected_weight(config)

@@ -195,6 +195,14 @@ class DistillRun(StreamRun):
   distill: DistillSettings = DistillSettings()
   rollout: StudentRollout = StudentRollout()
 
+  def __post_init__(self):
+    super().__post_init__()
+    if self.data.stream:
+      raise ValueError(
+        "data.stream is true; expected false, because distill reads all of its records "
+        "before the training. Leave it out"
+      )
+
   @property
   def is_on_policy(self) -> bool:
     """True if the student writes completions that the teacher scores."""

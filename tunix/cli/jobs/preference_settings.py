@@ -177,6 +177,12 @@ class PreferenceRun(StreamRun):
 
   def __post_init__(self):
     super().__post_init__()
+    logps = getattr(self.preference, "reference_logps", None)
+    if self.data.stream and logps is not None:
+      raise ValueError(
+        f"preference.reference_logps is {logps!r} and data.stream is true; a stream is "
+        "never read as a whole before the training. Leave one of them out"
+      )
     prompt, response = _lengths(self.data.max_length, self.preference)
     lengths = {"max_prompt_length": prompt, "max_response_length": response}
     # Every reader finds the three numbers, and a resumed run compares them, however

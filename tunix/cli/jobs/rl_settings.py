@@ -164,6 +164,7 @@ class RLRun(RunSettings):
       "use rollout.max_prompt_length and rollout.max_tokens_to_generate"
     ),
     "data.scan_limit": "leave it out: every prompt is checked",
+    "data.stream": "leave it out: every prompt is checked before the training",
     "training.micro_batch_size": "use rl.train_micro_batch_size, which counts prompts",
   }
 

@@ -13,6 +13,7 @@ import tunix
 from tunix.cli.make import (
   choose_widths,
   data_sources,
+  data_streams,
   environments,
   fingerprints,
   rewards,
@@ -24,6 +25,7 @@ from tunix.data import pipeline
 from tunix.data.batching.prompts import PromptBatches
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import Records
+from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
@@ -44,7 +46,7 @@ def _row_settings(config: RunSettings, kind: Kind) -> dict[str, Any]:
 
 
 def _source(
-  config: RunSettings, tokenizer: TokenizerAdapter, records: Records
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Records | Streamed
 ) -> Source:
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
@@ -115,33 +117,35 @@ class RunData:
   widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
 
 
-def open_records(config: RunSettings) -> dict[str, Records]:
+def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
   """Opens the sources of `data.train` and `data.eval` without checking the records.
+
+  With `data.stream`, "train" is a stream.
 
   Raises:
     ValueError: data.train is not set.
     FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
-  size = config.training.global_batch_size
-  return {
-    name: data_sources.open_records(
-      names,
-      config.kind(training=name == "train"),
-      weights,
-      config.data.columns,
-      {step * size: later for step, later in config.data.weights_at.items()}
-      if name == "train"
-      else None,
-    )
-    for name, names, weights in config.data.sources(environments.tasks(_env(config)))
-  }
+  data, size, opened = config.data, config.training.global_batch_size, {}
+  for name, names, weights in data.sources(environments.tasks(_env(config))):
+    kind, is_train = config.kind(training=name == "train"), name == "train"
+    if is_train and isinstance(data, StreamSettings) and data.stream:
+      opened[name] = data_streams.open_stream(
+        names, kind, data.columns, data.shuffle_buffer
+      )
+    else:
+      later = {step * size: new for step, new in data.weights_at.items()}
+      opened[name] = data_sources.open_records(
+        names, kind, weights, data.columns, later if is_train else None
+      )
+  return opened
 
 
 def scan_records(
   config: RunSettings,
   tokenizer: TokenizerAdapter,
-  records: dict[str, Records],
+  records: dict[str, Records | Streamed],
   kept: dict[str, dict[int, Any]] | None = None,
 ) -> dict[str, Any]:
   """Checks the fields of every record, then renders and tokenizes the records.
@@ -164,6 +168,7 @@ def scan_records(
   for part in records.values():
     part.validate()
     if part.kind is PROMPT_ROWS:
+      assert isinstance(part, Records)
       first = part.kind.read(part[0], part.where(0))
       _check_rewards(config, list(first.extra))
   reports = {}
@@ -289,7 +294,9 @@ def _check_rewards(config: RunSettings, columns: list[str]) -> None:
     environments.check(env, columns)
 
 
-def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:
+def _scan_key(
+  config: StreamRun, part: Records | Streamed, prints: Mapping[str, str]
+) -> str:
   """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
@@ -303,6 +310,8 @@ def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> st
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights, *part.later)
+  if isinstance(part, Streamed):
+    limits = (*limits, "stream", part.columns)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
@@ -319,7 +328,7 @@ def _known_reports(
 def batches(
   config: RunSettings,
   tokenizer: TokenizerAdapter,
-  records: Records,
+  records: Records | Streamed,
   *,
   training: bool,
   whole: bool = False,
@@ -339,6 +348,7 @@ def batches(
     chosen: widths of the rows; None chooses them here, which scans the records.
   """
   if records.kind is PROMPT_ROWS:
+    assert isinstance(records, Records)
     if kept is None:
       scan(_source(config, tokenizer, records), kept=(kept := {}))
     if getattr(config, "extends_prompts", False):
@@ -414,7 +424,9 @@ def count_steps(config: RunSettings, report: Report) -> int | None:
 
 def _count_steps(config: Any, report: Report, passes: int) -> int | None:
   """Returns the steps of a run on given completions."""
-  all_scanned = report.scanned == report.records
+  if report.records is None:
+    return None
+  all_scanned = report.is_whole
   countable = all_scanned or not config.drops
   if config.data.weights and report.kept < report.records:
     countable = False  # dropped records are drawn as well, an unknown number of times

@@ -34,7 +34,7 @@ _LIBRARIES = {
   "tfds": ("tensorflow_datasets", "data_source", "tunix[data]"),
   reasoning_gym.PREFIX: ("reasoning_gym", "Tasks", "tunix[reasoning-gym]"),
 }
-_LIBRARY = re.compile(rf"({'|'.join(_LIBRARIES)}):([^()]+)(\(.*\))?")
+LIBRARY = re.compile(rf"({'|'.join(_LIBRARIES)}):([^()]+)(\(.*\))?")
 _FUNCTION = re.compile(r"([\w.]+|.+\.py):\w+(\(.*\))?", re.DOTALL)
 
 
@@ -81,7 +81,7 @@ def is_call(name: str) -> bool:
 
 def is_address(name: str) -> bool:
   """Returns whether a name is that of a file in a bucket or of a library's data set."""
-  return "://" in name or _LIBRARY.fullmatch(name) is not None
+  return "://" in name or LIBRARY.fullmatch(name) is not None
 
 
 def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
@@ -105,22 +105,32 @@ def _open(name: str, kind: Kind) -> Records:
   if objects.is_name(name):
     items = objects.get(name)
     return items if isinstance(items, Records) else HeldRecords(items, kind, name=name)
-  if library := _LIBRARY.fullmatch(name):
-    return HeldRecords(_from_library(*library.groups()), kind, name=name)
+  if library := LIBRARY.fullmatch(name):
+    return HeldRecords(from_library(*library.groups()), kind, name=name)
   if is_call(name):
     return HeldRecords(data.call_dataset(name), kind, name=name)
   path = str(local_copy(name)) if "://" in name else name
   return files.open_file(path, kind, name=name)
 
 
-def _from_library(prefix: str, name: str, call: str | None) -> Any:
+def from_library(prefix: str, name: str, call: str | None, **options: Any) -> Any:
+  """Calls the function of a library that opens a data set.
+
+  Args:
+    prefix, name, call: groups of `LIBRARY`.
+    **options: arguments that replace those of the call.
+
+  Raises:
+    ImportError: the library is missing.
+    FileNotFoundError, ValueError: the data set cannot be read.
+  """
   package, function, install = _LIBRARIES[prefix]
   module = optional.require(package, f"reading {prefix}:{name}", install)
   args, kwargs = data.parse_call_string(call or "()")
   if prefix == reasoning_gym.PREFIX:
     module = reasoning_gym
   else:
-    kwargs = {"split": "train"} | kwargs
+    kwargs = {"split": "train"} | kwargs | options
   with _named(f"{prefix}:{name}"):
     return getattr(module, function)(name, *args, **kwargs)
 

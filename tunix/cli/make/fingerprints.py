@@ -19,6 +19,7 @@ from tunix.cli.make import objects
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.data.reading.stored import Records
+from tunix.data.reading.stream import Streamed
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.files import tensor_files
@@ -37,7 +38,9 @@ _VOCABULARIES = (
 
 
 def of_inputs(
-  config: RunSettings, tokenizer: TokenizerAdapter, records: Mapping[str, Records]
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: Mapping[str, Records | Streamed],
 ) -> dict[str, str]:
   """Returns digests of the data files, of the tokenizer and of the chat template."""
   return {

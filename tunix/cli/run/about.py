@@ -78,8 +78,8 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
       f"note: lora.rank is {config.lora.rank}, above the {model.config.embed_dim} "
       "dimensions of the hidden states (embed_dim); a higher rank adds memory only"
     )
-  is_scanned = report.scanned == report.records
-  if rows > (size := report.kept if is_scanned else report.records):
+  size = report.kept if report.is_whole else report.records
+  if size is not None and rows > size:
     yield (
       f"note: training.global_batch_size is {rows}, and the train data has only {size} "
       "records; lower it to take several steps in each epoch"

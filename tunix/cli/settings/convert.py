@@ -210,7 +210,8 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     parts = [_as(entry, kind, key) for entry in entries]
     return all(done for done, _ in parts), tuple(entry for _, entry in parts)
   if origin in _MAPPINGS:
-    named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    kind = typing.get_args(option)[0]  # of names: text, or whole numbers
+    named = isinstance(value, dict) and all(type(name) is kind for name in value)
     return named, _entries(value, option, key) if named else None
   if option is type(None):
     return value is None, None

@@ -117,8 +117,14 @@ class StreamSettings(DataSettings):
   """Records that are tokenized during the training.
 
   Attributes:
+    stream: true reads data.train in order and never as a whole, so its size does not
+      matter: JSON lines, .parquet, hf:ORG/NAME, or a function that returns an iterable.
+      A stream has no length, so training.max_steps must be set. Entries of a list are
+      read one after the other.
+    shuffle_buffer: records of a stream whose order is drawn together, if data.shuffle
+      is true. They are in memory at the same time. null: 1024.
     scan_limit: records that are tokenized and checked before the training; null: all of
-      them.
+      them, and the first 1024 of a stream. The lengths of rows follow from these.
     num_threads: threads that tokenize ahead; 0: none. Batches do not depend on it.
     reasoning: what happens to trained turns that reason under a chat template that
       turns reasoning off, such as {enable_thinking: false} in data.template_args. error
@@ -126,13 +132,30 @@ class StreamSettings(DataSettings):
       the reasoning, which no rollout begins with. null: error.
   """
 
+  stream: bool = False
+  shuffle_buffer: int | None = None
   scan_limit: int | None = setting(None, may_change=True)
   num_threads: int = setting(1, may_change=True)
   reasoning: Reasoning | None = None
 
   def __post_init__(self):
     super().__post_init__()
-    checks.fields(self, scan_limit=checks.COUNT, num_threads=checks.NOT_NEGATIVE)
+    checks.fields(
+      self,
+      shuffle_buffer=checks.COUNT,
+      scan_limit=checks.COUNT,
+      num_threads=checks.NOT_NEGATIVE,
+    )
+    if self.shuffle_buffer is not None and not (self.stream and self.shuffle):
+      raise ValueError(
+        f"shuffle_buffer is {self.shuffle_buffer}; expected data.stream and "
+        "data.shuffle to be true. Leave it out"
+      )
+    if self.stream and self.weights:
+      raise ValueError(
+        f"weights is {list(self.weights)} and data.stream is true; a stream reads its "
+        "entries one after the other. Leave one of them out"
+      )
 
   @property
   def is_padded(self) -> bool:

@@ -371,6 +371,14 @@ class StreamRun(RunSettings):
     """True if the run is evaluated, on data or in environments."""
     return super().evaluates or self.eval.env is not None
 
+  def __post_init__(self):
+    super().__post_init__()
+    if self.data.stream and self.training.max_steps is None:
+      raise ValueError(
+        "data.stream is true and training.max_steps is not set; a stream has no "
+        "length. Set training.max_steps to the number of steps"
+      )
+
   @property
   def follows_lengths(self) -> bool:
     """See `RunSettings`."""

@@ -188,17 +188,7 @@ class Renamed(Records):
     Raises:
       ValueError: the record lacks a column.
     """
-    record = self.records.raw(index)
-    if not isinstance(record, Mapping):
-      return record  # `kind.read` refuses it
-    for name, column in self.columns.items():
-      if column not in record:
-        raise ValueError(
-          f"{self.where(index)}: there is no column {column!r} for {name!r}; the "
-          f"record has {', '.join(map(repr, record)) or 'none'}"
-        )
-    rest = {k: v for k, v in record.items() if k not in self.columns.values()}
-    return rest | {name: record[column] for name, column in self.columns.items()}
+    return renamed(self.records.raw(index), self.columns, self.where(index))
 
 
 class HeldRecords(Records):
@@ -227,7 +217,8 @@ class HeldRecords(Records):
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
       raise TypeError(
         f"{name} is a {type(items).__name__}; expected an object with a length and "
-        "items (a list, a datasets.Dataset, a grain.MapDataset)"
+        "items (a list, a datasets.Dataset, a grain.MapDataset). Give one, or read it "
+        "as a stream"
       )
     if isinstance(items, Mapping):
       raise TypeError(
@@ -243,16 +234,7 @@ class HeldRecords(Records):
 
   def raw(self, index: int) -> Any:
     """Returns record `index` as plain values; raises as the base class does."""
-    record = self._items[index]
-    if not isinstance(record, Mapping):
-      return record  # `kind.read` refuses it
-    where = self.where(index)
-    record = {key: _plain(value, where) for key, value in record.items()}
-    if isinstance(self._items, list | tuple):
-      return record
-    features = getattr(self._items, "features", None)
-    features = features if isinstance(features, Mapping) else {}
-    return {k: _without_filler(v, features.get(k)) for k, v in record.items()}
+    return as_json(self._items[index], self.where(index), self._items)
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -290,7 +272,52 @@ def _stamp(file: pathlib.Path | int) -> tuple[int, int]:
   return status.st_size, status.st_mtime_ns
 
 
-def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
+def renamed(record: Any, columns: Mapping[str, str], where: str) -> Any:
+  """Returns a record with renamed columns.
+
+  Args:
+    record: the record; a value that is no mapping is returned, for `kind.read`.
+    columns: see `Renamed`.
+    where: place of the record.
+
+  Raises:
+    ValueError: the record lacks a column; begins with `where`.
+  """
+  if not columns or not isinstance(record, Mapping):
+    return record
+  for name, column in columns.items():
+    if column not in record:
+      raise ValueError(
+        f"{where}: there is no column {column!r} for {name!r}; the record has "
+        f"{', '.join(map(repr, record)) or 'none'}"
+      )
+  rest = {k: v for k, v in record.items() if k not in columns.values()}
+  return rest | {name: record[column] for name, column in columns.items()}
+
+
+def as_json(record: Any, where: str, source: Any) -> Any:
+  """Returns a record as JSON types, without the filler of a columnar data set.
+
+  Args:
+    record: the record; a value that is no mapping is returned, for `kind.read`.
+    where: place of the record.
+    source: object that the record is from. A list has no filler; `features` of a data
+      set are the types of its columns.
+
+  Raises:
+    ValueError: bytes are no UTF-8 text; begins with `where`.
+  """
+  if not isinstance(record, Mapping):
+    return record
+  plain = {key: _plain(value, where) for key, value in record.items()}
+  if isinstance(source, list | tuple):
+    return plain
+  features = getattr(source, "features", None)
+  types = features if isinstance(features, Mapping) else {}
+  return {k: _without_filler(v, types.get(k)) for k, v in plain.items()}
+
+
+def place(records: Any, index: Any) -> str:
   """Returns the place of record `index` of any sequence, for messages."""
   where = getattr(records, "where", None)
   return where(index) if where is not None else f"record {index}"
