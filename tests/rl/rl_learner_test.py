@@ -655,7 +655,7 @@ def test_lora_actor_and_its_reference_share_the_backbone():
 def test_exact_scoring_gives_the_same_bits_again():
   learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2})
   example = learner._collect(PromptSource(clusters.prompts(1)))
-  again = learner._experience._old_logps(example.take(range(4, 8)))
+  again = learner._experience.old_logps(example.take(range(4, 8)))
   assert np.array_equal(again, example.old_per_token_logps[4:8])
 
 
