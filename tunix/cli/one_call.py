@@ -92,7 +92,8 @@ class JobFunction:
     """Returns the dotted key of a keyword.
 
     A keyword is a section or key of the job (`lora`, `seed`), the last part of a key of
-    the section `training`, or the last part of a key that only one section has.
+    the section `training`, or the last part of a key that only one section has besides
+    `eval`, whose episodes repeat keys of the training.
 
     Raises:
       TypeError: several sections have the key.
@@ -104,6 +105,7 @@ class JobFunction:
     if f"training.{name}" in names:
       return f"training.{name}"
     matches = list(dict.fromkeys(d for d in names if d.rpartition(".")[2] == name))
+    matches = [d for d in matches if not d.startswith("eval.")] or matches
     if len(matches) > 1:
       sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in matches)
       raise TypeError(f"{name} is a key of several sections; give {sections}")
