@@ -1,1 +1,1 @@
-"""The choice of the prompts that a run samples next; the source of prompts and learners call it."""
+"""Choice of the prompts that a run samples next, for learners and their source."""
