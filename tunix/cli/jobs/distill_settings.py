@@ -144,7 +144,7 @@ class DistillSettings:
 
   @property
   def taught(self) -> Taught:
-    """What the records have for the teacher.
+    """The fields of records for the teacher.
 
     Raises:
       ValueError: a place of the template is missing.

@@ -71,7 +71,7 @@ def teacher_prompt(prompt: Text, template: str, **texts: str) -> Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taught:
-  """What a record has for its teacher.
+  """The fields of a record for its teacher.
 
   Attributes:
     template: the teacher's prompt, with {prompt} and {demonstration}; None: the teacher
