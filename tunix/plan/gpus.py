@@ -189,8 +189,8 @@ def check_packages(topology: str) -> None:
   found = [x for x in _PLUGINS if importlib.util.find_spec(module(x)) is not None]
   if not found:
     raise ImportError(
-      f"planning for {topology} needs XLA's compiler for GPUs, but no GPU: "
-      "pip install 'tunix[plan-gpu]'"
+      f"XLA's compiler for GPUs is not installed; a plan for {topology} needs it, and "
+      "needs no GPU: pip install 'tunix[plan-gpu]'"
     )
   wanted = importlib.metadata.version("jaxlib")
   for package in (f"{found[0]}-plugin", f"{found[0]}-pjrt"):

@@ -16,19 +16,20 @@ class Stateful:
   reads: ClassVar[list[int]] = []  # of all copies
 
   def __init__(self, records):
-    self.records, self.first, self.place = records, 0, 0
+    # Not attributes of their own: iterators of a shallow copy share them too.
+    self.records, self.state = records, {"first": 0, "place": 0}
 
   def __iter__(self):
-    for number in range(self.first, len(self.records)):
-      self.place = number + 1
+    for number in range(self.state["first"], len(self.records)):
+      self.state["place"] = number + 1
       self.reads.append(number)
       yield self.records[number]
 
   def state_dict(self):
-    return {"place": self.place}
+    return {"place": self.state["place"]}
 
   def load_state_dict(self, state):
-    self.first = state["place"]
+    self.state["first"] = state["place"]
 
 
 def record(number):

@@ -171,10 +171,13 @@ class Curriculum:
       before = self.rates.get(key, share)
       self.rates[key] = memory * before + (1 - memory) * share
     self.forget()
-    rates = list(self.rates.values())
-    pools = [self.config.pool(rate) for rate in rates]
-    out = {f"curriculum/{pool}": float(pools.count(pool)) for pool in _POOLS}
-    if rates:
+    # All known prompts in one array: their number grows with the age of a run.
+    rates = np.fromiter(self.rates.values(), np.float64, len(self.rates))
+    easy = int(np.sum(rates >= self.config.easy_from))
+    hard = int(np.sum(rates <= self.config.hard_to))
+    counts = {"easy": easy, "middle": len(rates) - easy - hard, "hard": hard}
+    out = {f"curriculum/{pool}": float(counts[pool]) for pool in _POOLS}
+    if len(rates):
       out["curriculum/solve_rate"] = float(np.mean(rates))
     return out | {"curriculum/skipped": float(skipped)}
 
