@@ -5,6 +5,7 @@ the trainer's before the update (`OLD`), and the trained one.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.ops.toy_policy import Toy
 from tests.rl import clusters
+from tunix.ops import policy_gradient
 from tunix.ops.reductions import aggregate
 from tunix.rl import common, metrics, policy_loss
 from tunix.rl.algorithm_config import (
@@ -22,7 +24,12 @@ from tunix.rl.algorithm_config import (
   RolloutCorrection,
   safe_correction,
 )
-from tunix.rl.grpo.grpo_learner import CISPOConfig, GRPOConfig, GSPOConfig
+from tunix.rl.grpo.grpo_learner import (
+  CISPOConfig,
+  GRPOConfig,
+  GSPOConfig,
+  SAPOConfig,
+)
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.weights.policy_version import PolicyVersion
@@ -86,6 +93,15 @@ def test_losses_by_hand(kind, options, weights, slopes):
   close(losses(settings), -2 * np.array([weights]))
   if slopes is not None:
     close(gradient(settings), -2 * np.array([slopes]))
+
+
+def test_the_gate_of_sapo_has_the_temperatures_of_the_settings():
+  settings = SAPOConfig(positive_temperature=0.5, negative_temperature=3.0)
+  of = functools.partial(policy_gradient.sapo_loss, LOGPS - OLD)
+  for advantages, options in ((GOOD, {"positive": 0.5}), (-GOOD, {"negative": 3.0})):
+    got = losses(settings, drawn=None, advantages=advantages)
+    close(got, of(advantages, **options).values)
+    assert np.abs(got - of(advantages).values).min() > 0.01
 
 
 # Gradients: the sum over all completions against a loop over their tokens.

@@ -203,6 +203,23 @@ def test_a_run_without_hints_has_no_dense_advantages():
   assert not example.advantages.any()
 
 
+def test_the_average_teaches_and_not_the_current_weights():
+  """A rate of 0 keeps the first weights as the teacher's."""
+  first, made = learner().rl_cluster.actor, learner(algorithm={"teacher_rate": 0.0})
+  made.train(clusters.prompts(1))
+  batch = clusters.prompts(1)[0]
+  seen = made._rollouts(prompt_batch(batch))
+  hints, example = hints_of(seen, made.algo_config), made._with_advantages(seen)
+  row = next(row for row, hint in enumerate(hints) if hint)
+  completion = seen.completion_ids[row][seen.completion_mask[row]]
+  prompt = [int(word) for word in batch["prompts"][row // 4].split()]
+  hint = [int(word) for word in hints[row].split()]
+  want = token_logps(first, [*prompt, *hint], completion)
+  want -= token_logps(made.rl_cluster.actor, prompt, completion)
+  got = example.advantages[row][seen.completion_mask[row]]
+  np.testing.assert_allclose(got, want, atol=3e-5)
+
+
 @pytest.mark.slow
 def test_going_on_from_a_checkpoint_has_the_same_average(tmp_path):
   finals = []

@@ -72,6 +72,14 @@ def test_a_judge_scores_each_completion(prompts):
   }
 
 
+def test_a_judge_may_read_the_reasoning(prompts):
+  with serving(by_length) as server:
+    file, text = str(prompts / "short.txt"), "<think>why</think>cc"
+    for reasoning, reads in (("drop", False), ("keep", True)):
+      rewards(Judge(file, model="m", url=server.url, reasoning=reasoning), [text])
+      assert ("why" in server.questions[-1]) is reads
+
+
 def test_pairs_are_compared_in_both_positions(prompts):
   file = str(prompts / "pair.txt")
   texts, asked = ["a", "bb", "cc", "x", "yyy"], ["p", "p", "p", "q", "q"]

@@ -63,6 +63,14 @@ def test_values_and_gradients(name):
   np.testing.assert_allclose(slopes, expected, rtol=1e-6)
 
 
+def test_the_ratio_of_a_sequence_leaves_out_what_its_mask_does():
+  config, logps = losses.configured("gspo", None), jnp.array([LOGPS])
+  first = lambda old: losses.weighted(
+    "gspo", logps, inputs() | {"logprobs": jnp.array([old])}, config
+  )[0, 0]
+  assert first(OLD) == first([*OLD[:2], -5.0, OLD[3]]) != first([*OLD[:3], -5.0])
+
+
 def test_a_token_of_weight_0_reaches_neither_value_nor_gradient():
   given = inputs() | {"logprobs": jnp.full((1, 4), -500.0)}
   config = losses.configured("importance_sampling", None)
