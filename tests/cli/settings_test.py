@@ -66,6 +66,17 @@ VALUES = {
   "algorithm.advantage_estimator": "batch_normalized",
   "algorithm.gamma": 0.5,
   "algorithm.gae_lambda": 0.5,
+  "algorithm.distill_weight": 0.5,
+  "algorithm.template": "{prompt} {hints}",
+  "algorithm.solution_template": "So: {solution}",
+  "algorithm.feedback_template": "But: {feedback}",
+  "distill.teachers": {"math": "teacher"},
+  "distill.template": "{prompt} {demonstration}",
+}
+ON_POLICY = {"distill.teacher": None, "distill.on_policy_fraction": 1.0}
+SELF = ON_POLICY | {
+  "distill.self_teacher": "average",
+  "distill.template": "{prompt} {demonstration}",
 }
 # What else a key needs, to be set at all.
 NEEDS = {
@@ -84,6 +95,16 @@ NEEDS = {
   "rl.lag": {"rl.schedule": "lagged"},
   "rl.replay": {"rl.schedule": "greedy"},
   "rl.rollout_hosts": {"rollout.engine": "remote"},
+  "data.stream": {"training.max_steps": 3},
+  "distill.self_teacher": ON_POLICY,
+  "distill.average_rate": SELF,
+  "distill.template": SELF,
+  "distill.demonstration": SELF,
+  "distill.max_teacher_prompt_length": SELF,
+  "distill.teachers": ON_POLICY | {"distill.teacher_column": "subject"},
+  "distill.teacher_column": ON_POLICY | {"distill.teachers": {"math": "teacher"}},
+  "data.shuffle_buffer": {"data.stream": True, "training.max_steps": 3},
+  "data.weights_at": {"data.train": ["a", "b"], "data.weights": [0.5, 0.5]},
   "distill.teacher_dtype": {"distill.teacher": "t"},
   "algorithm.kl_corrected": {"algorithm.beta": 0.1},
 }
@@ -91,9 +112,12 @@ NEEDS = {
 FIXED = {
   ("grpo", "rloo"): {"loss_algo", "loss_agg_mode", "kl_corrected"},
   ("grpo", "cispo"): {"loss_algo", "epsilon_c"},
+  ("grpo", "sapo"): {"loss_algo", "epsilon_c"},
+  ("grpo", "reinforce++"): {"kl_corrected", "advantage_estimator"},
   ("ppo", "ppo"): {"advantage_estimator", "kl_corrected"},
 }
-
+# Keys that a job has and refuses to set.
+REFUSED = {"distill": ("data.stream", "data.shuffle_buffer"), "reward": ("eval.",)}
 
 # Parts of a row of the jobs on preferences.
 PARTS = "prompt", "response"
@@ -104,6 +128,7 @@ def leaves():
   for name, job in JOBS.items():
     for dotted, chosen, key in keys.walk(job.settings):
       fixed = dotted.partition(".")[2] in FIXED.get((name, chosen), ())
+      fixed |= dotted.startswith(REFUSED.get(name, ()))
       if section_of(key.hint) is None and dotted.count(".") < 2 and not fixed:
         yield name, chosen, dotted, key
 
@@ -119,7 +144,7 @@ def another(dotted, key):
   if origin is not None:
     inner = typing.get_args(kind)
     if len(inner) == 2 and inner[1] is not ...:
-      return {"q_proj": 3}
+      return {3: [0.25, 0.75]} if inner[0] is int else {"q_proj": 3}
     return [1.0] if inner[0] is float else ["q_proj"]
   default = 0 if key.default in (None, keys.REQUIRED) else key.default
   made = {bool: not default, str: "other", "float16": "float16"}
@@ -147,6 +172,8 @@ def test_every_key_of_every_job_reaches_its_dataclass():
       values["algorithm.name"] = chosen
     if dotted.startswith("episode."):
       values |= {"env": "pkg.mod:make", "episode.isolation": "process", dotted: value}
+    if dotted.startswith("eval.") and dotted != "eval.env":
+      values["eval.env"] = "reasoning_gym:chain_sum"
     if dotted.startswith("lora.") and dotted != "lora.rank":
       values["lora.rank"] = 2
     config = config_lib.from_layers([("here", layer(values))])

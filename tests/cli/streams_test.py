@@ -57,6 +57,28 @@ def test_widths_follow_the_first_records(settings, tmp_path):
   assert widths.count(64) == 19 and widths[17] == 1024  # record 70
 
 
+def test_the_order_is_drawn_within_the_buffer(settings, tmp_path):
+  file = tmp_path / "numbered.jsonl"
+  lines = [{"prompt": f"How many days? {i:03}", "response": "7."} for i in range(100)]
+  file.write_text("\n".join(map(json.dumps, lines)))
+  keys = settings | {"data__train": file, "training__global_batch_size": 1}
+  data = {
+    buffer: built(
+      keys, data__stream="true", data__shuffle_buffer=buffer, training__max_steps=100
+    )
+    for buffer in (1, 4, 100)
+  }
+  orders = {
+    buffer: [row["input_tokens"][0].tolist() for _, row in zip(range(100), x.train)]
+    for buffer, x in data.items()
+  }
+  moved = {
+    buffer: max(abs(orders[1].index(row) - place) for place, row in enumerate(rows))
+    for buffer, rows in orders.items()
+  }
+  assert moved[1] == 0 < moved[4] < 50 < moved[100]
+
+
 def test_functions_are_read_as_streams(settings, tmp_path):
   (tmp_path / "mine.py").write_text(FUNCTION)
   keys = settings | {"data__train": f"{tmp_path}/mine.py:numbered(count=20)"}
@@ -106,7 +128,7 @@ def test_killed_runs_on_a_stream_resume_exactly(settings, tmp_path, train_file):
     "data__stream": "true",
     "data__shuffle_buffer": 6,
     "lora__rank": 2,
-    "training__max_steps": 40,
+    "training__max_steps": 120,
     "checkpoint__every_n_steps": 4,
   }
 

@@ -248,8 +248,8 @@ def test_samplers_checkpoints_and_archives(served, tmp_path):
   np.testing.assert_allclose(scores.result()[3:], expected.logprobs, atol=2e-4)
   with pytest.raises(tinker.BadRequestError, match="does not have public checkpoints"):
     rest.publish_checkpoint_from_tinker_path(path).result()
-  with pytest.raises(tinker.RequestFailedError, match="'gspo', which this service"):
-    trainer.forward(datums(0, 5), "gspo").result()
+  with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce', which"):
+    trainer.forward(datums(0, 5), "stable_reinforce").result()
   rest.delete_checkpoint_from_tinker_path(path).result()
   with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
     client.create_sampling_client(model_path=path).result()

@@ -73,7 +73,7 @@ def test_visited_blocks():
   # block before, two slots of it. Segments of 8 start at block 2.
   def visited(window=None, segments=None, groups=None, mask=None):
     visible = Visibility(jnp.arange(16), mask, segments, groups)
-    options = blockwise._Options(1.0, None, window, (4, 4))
+    options = blockwise._Options(1.0, None, window, (4, 4), None)
     index = blockwise._cut_visibility(visible, options, 16)
     return list(zip(index.first.tolist(), index.last.tolist()))
 
