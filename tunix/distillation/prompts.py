@@ -45,7 +45,10 @@ def joined(batch: Prompts) -> dict[str, np.ndarray]:
   trained = mask.copy()
   trained[:, : batch.prompt_ids.shape[1]] = 0
   tokens_first = np.argsort(mask == 0, axis=1, kind="stable")
-  move = lambda x: np.take_along_axis(x, tokens_first, axis=1)
+
+  def move(x):
+    return np.take_along_axis(x, tokens_first, axis=1)
+
   return {"input_tokens": move(ids), "input_mask": move(trained)}
 
 
@@ -79,7 +82,10 @@ def selected(
     places: int32 [B, T], see PLACES; None keeps the positions.
     own: bool [B]; other rows become 0, so that the outputs of all teachers add up.
   """
-  wide = lambda index: index.reshape(index.shape + (1,) * (x.ndim - index.ndim))
+
+  def wide(index):
+    return index.reshape(index.shape + (1,) * (x.ndim - index.ndim))
+
   if places is not None:
     x = jnp.take_along_axis(x, wide(places), axis=1)
   return x if own is None else jnp.where(wide(own), x, jnp.zeros_like(x))

@@ -154,9 +154,10 @@ def _grow(logits, live: Beams, rules: Rules, limits, steps):
   chosen = jnp.take_along_axis(logps.reshape(prompts, -1), index, axis=1)
   grown = live.pick(source)
   stopped = sampling.is_in(tokens.reshape(-1), rules.eos).reshape(tokens.shape)
-  write = lambda buffer, column: jax.lax.dynamic_update_slice(
-    buffer, column[:, :, None], (0, 0, steps)
-  )
+
+  def write(buffer, column):
+    return jax.lax.dynamic_update_slice(buffer, column[:, :, None], (0, 0, steps))
+
   grown = Beams(
     tokens=write(grown.tokens, tokens),
     logps=write(grown.logps, chosen),

@@ -48,7 +48,10 @@ def mismatch(
   apart = jnp.where(mask, (logps - rollout_logps).astype(jnp.float32), 0.0)
   tokens = jnp.sum(mask, dtype=jnp.float32)
   size = jnp.abs(apart)
-  mean = lambda x: safe_divide(jnp.sum(jnp.where(mask, x, 0.0)), tokens)
+
+  def mean(x):
+    return safe_divide(jnp.sum(jnp.where(mask, x, 0.0)), tokens)
+
   return {
     "max_abs": jnp.max(size, initial=0.0),
     "mean_abs": mean(size),

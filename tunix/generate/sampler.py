@@ -279,7 +279,10 @@ class Sampler(BaseSampler):
     # batch, and are cut off.
     best = request.options.num_samples
     chosen = np.arange(out.lengths.shape[0]).reshape(-1, beams)[:, :best].reshape(-1)
-    pick = lambda x: x[chosen] if x.ndim else x
+
+    def pick(x):
+      return x[chosen] if x.ndim else x
+
     return jax.tree.map(pick, mesh_lib.to_host(out))
 
   def _reader(self, request: Request) -> RowReader:

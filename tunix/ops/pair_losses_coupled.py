@@ -79,7 +79,10 @@ def _match_ranks(x: jax.Array, y: jax.Array, weights: jax.Array) -> jax.Array:
     y: values to reorder.
     weights: 0 for rows of padding, which rank last in both x and y.
   """
-  padding_last = lambda values: jnp.where(weights != 0, values, jnp.inf)
+
+  def padding_last(values):
+    return jnp.where(weights != 0, values, jnp.inf)
+
   # argsort lists positions by rank; the argsort of that list gives each position's
   # rank.
   ranks = jnp.argsort(jnp.argsort(padding_last(x)))

@@ -262,7 +262,9 @@ def _binary_tv(rollout_logps: jax.Array, logps: jax.Array) -> jax.Array:
 def _binary_kl(rollout_logps: jax.Array, logps: jax.Array) -> jax.Array:
   # log(1 - p) of a p that rounds to 1 is -inf. The smallest positive 1 - p in float32
   # stands for it, so that the divergence is large and finite.
-  other = lambda x: jnp.log(jnp.maximum(-jnp.expm1(x), 2.0**-24))
+  def other(x):
+    return jnp.log(jnp.maximum(-jnp.expm1(x), 2.0**-24))
+
   p = jnp.exp(rollout_logps)
   same = p * (rollout_logps - logps)
   return same + (1 - p) * (other(rollout_logps) - other(logps))
@@ -311,7 +313,10 @@ def centering_loss(
   q = jax.lax.stop_gradient(head_probs)
   logps = keep(head_logps, q)
   p = keep(jnp.exp(jax.lax.stop_gradient(logps)), q)
-  left = lambda x, least: jnp.maximum(1 - jnp.sum(x, -1, keepdims=True), least)
+
+  def left(x, least):
+    return jnp.maximum(1 - jnp.sum(x, -1, keepdims=True), least)
+
   # If the head has all tokens, both rests are rounding errors, and rho has no effect:
   # the sum of p grad log p over the head is 0.
   rho = left(q, 0.0) / left(p, 1e-6)

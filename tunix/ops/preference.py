@@ -256,8 +256,11 @@ def coupled_loss(
     Values and metrics as from `pair_loss`; weight them with the weights of the pairs.
   """
   spec, scores = pair_loss_spec(loss), _clean(scores)
+
   # x - stop_gradient(x) is 0 with derivative 1: it adds gradients, not values.
-  change = lambda x: x - jax.lax.stop_gradient(x)
+  def change(x):
+    return x - jax.lax.stop_gradient(x)
+
   slope = coefficients.chosen * change(scores.chosen)
   slope += coefficients.rejected * change(scores.rejected)
   values = coefficients.values + safe_divide(slope, scores.weights)
@@ -290,7 +293,10 @@ def _checked(
 def _clean(scores: PairScores) -> PairScores:
   """Returns float32 scores with 0 in rows of padding; lengths of 0 become 1."""
   kept = PairScores(*(keep(x, scores.weights) for x in scores))
-  one = lambda tokens: jnp.maximum(tokens, 1)
+
+  def one(tokens):
+    return jnp.maximum(tokens, 1)
+
   return kept._replace(
     chosen_tokens=one(kept.chosen_tokens), rejected_tokens=one(kept.rejected_tokens)
   )

@@ -241,11 +241,17 @@ class EngineRecords:
   def _layers(self) -> list[tuple[int, float]]:
     """Returns (number of pages, bytes of a token on one device) of each layer."""
     page = self._blocks.tokens.shape[2]
-    size = lambda arrays: sum(map(residents.shard_bytes, arrays))
+
+    def size(arrays):
+      return sum(map(residents.shard_bytes, arrays))
+
     return [(count, size(arrays) / (count * page)) for count, arrays in self._pages()]
 
   def _whole_token_bytes(self) -> list[float]:
     """Returns the bytes of a token on all devices, for each layer."""
     page = self._blocks.tokens.shape[2]
-    size = lambda x: math.prod(x.shape) * x.dtype.itemsize
+
+    def size(x):
+      return math.prod(x.shape) * x.dtype.itemsize
+
     return [sum(map(size, xs)) / (count * page) for count, xs in self._pages()]

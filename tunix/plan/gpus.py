@@ -185,7 +185,10 @@ def check_packages(topology: str) -> None:
   Raises:
     ImportError: names the package, both versions and the command that installs it.
   """
-  module = lambda plugin: plugin.replace("-", "_") + "_plugin"
+
+  def module(plugin):
+    return plugin.replace("-", "_") + "_plugin"
+
   found = [x for x in _PLUGINS if importlib.util.find_spec(module(x)) is not None]
   if not found:
     raise ImportError(

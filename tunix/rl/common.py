@@ -273,14 +273,20 @@ def _stacked(
   arrays: Sequence[np.ndarray | None], parts: Sequence[Rollouts], name: str
 ) -> np.ndarray:
   like = next(x for x in arrays if x is not None)
+
   # No routes are recorded of a part whose environments all failed.
-  none = lambda part: np.zeros((len(part.prompt_ids), 0, *like.shape[2:]), like.dtype)
+  def none(part):
+    return np.zeros((len(part.prompt_ids), 0, *like.shape[2:]), like.dtype)
+
   arrays = [none(part) if x is None else x for x, part in zip(arrays, parts)]
   width = max(x.shape[1] for x in arrays)
   # Prompts are padded on the left, so that every prompt ends where completions start.
   sides = (1, 0) if name in row_arrays.PROMPTS else (0, 1)
   padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
-  pad = lambda x, p: np.pad(x, ((0, 0), p, *((0, 0),) * (x.ndim - 2)))
+
+  def pad(x, p):
+    return np.pad(x, ((0, 0), p, *((0, 0),) * (x.ndim - 2)))
+
   return np.concatenate([pad(x, p) for x, p in zip(arrays, padding)])
 
 

@@ -52,7 +52,10 @@ def averaging(
   def update(updates: Any, state: Any, params: Any = None):
     updates, inner = optimizer.update(updates, state.inner, params)
     new = optax.apply_updates(params, updates)
-    move = lambda old, x: old + rate * (x.astype(old.dtype) - old)
+
+    def move(old, x):
+      return old + rate * (x.astype(old.dtype) - old)
+
     return updates, Averaged(inner, jax.tree.map(move, state.average, new))
 
   return optax.GradientTransformation(init, update)

@@ -149,7 +149,10 @@ def _values(
     typed: texts of the command line by key, which override `given`.
   """
   texts = _texts(job, given, typed or {})
-  load = lambda: config_lib.load(_arguments(texts))
+
+  def load():
+    return config_lib.load(_arguments(texts))
+
   config = load()
   if config.schedule.name is None and config.training.learning_rate is None:
     texts["training.learning_rate"] = rates.readable(rates.rate_of(config).default)

@@ -99,7 +99,10 @@ def _help(words: list[str]) -> str:
     words: arguments besides --help. The first one that is no file and no option names
       the section.
   """
-  is_section = lambda w: not w.startswith("-") and not w.endswith((".yaml", ".yml"))
+
+  def is_section(w):
+    return not w.startswith("-") and not w.endswith((".yaml", ".yml"))
+
   section = next(filter(is_section, words), None)
   if section == "all":
     return reference.base_config()

@@ -136,7 +136,10 @@ class ModelLoader:
     source = self.config.model
     if self.of_shapes:
       assert self.mesh is not None
-      change = lambda model: self._adapted(self._quantized(model))
+
+      def change(model):
+        return self._adapted(self._quantized(model))
+
       return automodel.of_shapes(self.sizes(), self.mesh, change)
     options = self._options()
     if source.name is not None:

@@ -331,7 +331,9 @@ def _rehearse(tx: optax.GradientTransformation) -> None:
     return tx.update(params, tx.init(params), params)
 
   # Shapes, because the devices of a plan's mesh need not exist.
-  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+  def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
   layers = {"q_proj": {"kernel": shape(2, 3, 4)}, "norm": shape(2, 3)}
   jax.eval_shape(update, {"layers": layers, "embedding": shape(5, 3)})
 

@@ -53,7 +53,10 @@ def _decay(config: RunSettings, trained: nnx.State) -> str:
   decays = optimizer.decay_of(config, names)
   if not decays:
     return ""
-  fields = lambda names: ", ".join(sorted({".".join(x.split(".")[-2:]) for x in names}))
+
+  def fields(names):
+    return ", ".join(sorted({".".join(x.split(".")[-2:]) for x in names}))
+
   parts = [
     f"weight decay {value:g} moves {fields(moved) or 'nothing'}"
     for value, moved in decays.items()

@@ -129,7 +129,10 @@ def translate(
     ours = special(job, value, options)
     if name in _SAME:
       ours = {_SAME[name]: value}
-    is_key = lambda key: key in known or key.rpartition(".")[0] == "optimizer.args"
+
+    def is_key(key):
+      return key in known or key.rpartition(".")[0] == "optimizer.args"
+
     ours = {key: value for key, value in ours.items() if is_key(key)}
     values |= ours
     names |= dict.fromkeys(ours, name)

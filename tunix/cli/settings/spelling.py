@@ -145,8 +145,11 @@ def by_words(key: str, known: Iterable[str]) -> str | None:
   """
   words = set(key.rpartition(".")[2].split("_"))
   shared = {name: len(words & set(re.split(r"[._]", name))) for name in known}
+
   # Of several keys, one of the training, and the one with the fewest further words.
-  of_training = lambda name: not name.startswith("eval.")
+  def of_training(name):
+    return not name.startswith("eval.")
+
   best = max(shared, key=lambda name: (shared[name], of_training(name), -len(name)))
   return best if shared[best] > 1 else None
 

@@ -74,7 +74,10 @@ class Mixture(Records):
       checked = {0: check_weights(weights, len(parts))}
       checked |= {at: check_weights(w, len(parts)) for at, w in (later or {}).items()}
       is_used = [any(column) for column in zip(*checked.values())]
-      used = lambda values: tuple(x for x, kept in zip(values, is_used) if kept)
+
+      def used(values):
+        return tuple(x for x, kept in zip(values, is_used) if kept)
+
       self.unused = tuple(p.name for p, kept in zip(self.parts, is_used) if not kept)
       self.parts = used(self.parts)
       (_, self.weights), *self.later = [

@@ -109,9 +109,10 @@ def setup_models_with_feature_projection(
     (student_model, student_layer_to_capture, dummy_student_input),
     (teacher_model, teacher_layer_to_capture, dummy_teacher_input),
   ):
-    forward = lambda model, dummy=dummy: (
-      model(**dummy) if isinstance(dummy, Mapping) else model(dummy)
-    )
+
+    def forward(model, dummy=dummy):
+      return model(**dummy) if isinstance(dummy, Mapping) else model(dummy)
+
     shapes.append(feature_shape(model, layer, forward))
     sowed_module.wrap_model_with_sowed_modules(model, [layer])
   projected = ModelWithFeatureProjection(student_model, *shapes, rngs=rngs)

@@ -90,7 +90,10 @@ class FeatureStrategy(BaseStrategy):
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
     """Returns the teacher's features [B, L, ...]."""
-    forward = lambda model: self._forward(self.teacher_forward_fn, model, inputs)
+
+    def forward(model):
+      return self._forward(self.teacher_forward_fn, model, inputs)
+
     _, features = sowed_module.capture(teacher_model, self.layer, forward)
     return jax.lax.stop_gradient(features)
 
@@ -98,7 +101,10 @@ class FeatureStrategy(BaseStrategy):
     self, student_model: nnx.Module, inputs: Inputs
   ) -> dict[str, Any]:
     """Returns a dict of "logits" (an array or `Unembedded`) and "features"."""
-    forward = lambda model: self._forward(self.student_forward_fn, model, inputs)
+
+    def forward(model):
+      return self._forward(self.student_forward_fn, model, inputs)
+
     logits, features = sowed_module.capture(student_model, self.layer, forward)
     return {"logits": logits, "features": features}
 
@@ -155,12 +161,14 @@ class FeaturePoolingStrategy(FeatureStrategy):
     feature_loss_fn: FeatureLoss | None = None,
     cosine_distance_axis: int = -1,
   ):
-    cosine = lambda student, teacher: optax.cosine_distance(
-      student.astype(jnp.float32),
-      teacher.astype(jnp.float32),
-      epsilon=1e-8,
-      axis=cosine_distance_axis,
-    )
+    def cosine(student, teacher):
+      return optax.cosine_distance(
+        student.astype(jnp.float32),
+        teacher.astype(jnp.float32),
+        epsilon=1e-8,
+        axis=cosine_distance_axis,
+      )
+
     super().__init__(
       student_forward_fn,
       teacher_forward_fn,

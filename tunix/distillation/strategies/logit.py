@@ -194,7 +194,10 @@ class LogitStrategy(BaseStrategy):
     unbuilt = isinstance(student_output, Unembedded)
     compare = self._from_hidden if unbuilt else self._from_logits
     result, weights = compare(student_output, teacher_output, labels)
-    mean = lambda x: jax.lax.stop_gradient(weighted_sum(x, weights).mean())
+
+    def mean(x):
+      return jax.lax.stop_gradient(weighted_sum(x, weights).mean())
+
     divergence = mean(result.divergence)
     metrics = {
       "distill/kl_div": divergence,

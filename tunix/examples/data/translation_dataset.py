@@ -118,7 +118,10 @@ def _pair(record: Mapping[str, Any]) -> tuple[str, str]:
   if "translation" in record:
     return record["translation"]["en"], record["translation"]["fr"]
   source, target = (record[name] for name in ("src", "dst"))
-  decode = lambda x: x.decode() if isinstance(x, bytes) else x
+
+  def decode(x):
+    return x.decode() if isinstance(x, bytes) else x
+
   return decode(source), decode(target)
 
 

@@ -85,7 +85,9 @@ def qwen3_coder_reader(tools: Collection[str]) -> MarkedReader:
       return None
     return [_call(name, texts, tools)], rest[len(_FUNCTION_END) :]
 
-  is_open = lambda body: body.count("<parameter=") > body.count("</parameter>")
+  def is_open(body):
+    return body.count("<parameter=") > body.count("</parameter>")
+
   return MarkedReader(
     Marks(OPEN_CALL, CLOSE_CALL, read, is_open),
     Marks(QWEN_FUNCTION, CLOSE_CALL, lambda body: read(QWEN_FUNCTION + body), is_open),
@@ -99,7 +101,9 @@ def glm4_reader(tools: Collection[str]) -> MarkedReader:
     name, texts, rest = _named_pairs(_NAME, _PAIR, body)
     return None if not name or rest else ([_call(name, texts, tools)], "")
 
-  is_open = lambda body: body.count("<arg_value>") > body.count("</arg_value>")
+  def is_open(body):
+    return body.count("<arg_value>") > body.count("</arg_value>")
+
   return MarkedReader(Marks(OPEN_CALL, CLOSE_CALL, read, is_open))
 
 

@@ -50,7 +50,10 @@ def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory
     source: row numbers; or an int, the copies of every row (see `rows_of`).
   """
   row_axes, _ = _axes(model, memory.visible.shape[1])
-  take = lambda x, axis: x if axis is None else rows_of(x, source, axis)
+
+  def take(x, axis):
+    return x if axis is None else rows_of(x, source, axis)
+
   return dataclasses.replace(
     memory,
     cache=pinned(model, _map(take, memory.cache, row_axes)),
@@ -86,9 +89,12 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
   """
   cache = memory.cache
   assert isinstance(cache, KVCache)
+
   # Axis 2 of keys and values is the slot. In the ring of a sliding layer with R slots,
   # token i is in slot i mod R, so the same roll moves each token by `by` there too.
-  roll = lambda x: jnp.roll(x, -by, axis=2)
+  def roll(x):
+    return jnp.roll(x, -by, axis=2)
+
   visible = jnp.roll(memory.visible, -by, axis=1)
   # The roll moves entries of padding, which are False, to the end, where the next
   # tokens are written. All slots from the new `slot` on must be visible.
@@ -157,8 +163,13 @@ def pinned(model: Any, cache: Any) -> Any:
   rules = model.config.sharding
   rows = sharding.batch_axes(rules)
   spec = (rows, rules.tp, None, None)
-  pin = lambda buffers: tuple(mesh_lib.constrain(x, *spec) for x in buffers)
-  by_row = lambda x: mesh_lib.constrain(x, rows, *(None,) * (x.ndim - 1))
+
+  def pin(buffers):
+    return tuple(mesh_lib.constrain(x, *spec) for x in buffers)
+
+  def by_row(x):
+    return mesh_lib.constrain(x, rows, *(None,) * (x.ndim - 1))
+
   states = jax.tree.map(by_row, cache.states)
   return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v), states=states)
 
@@ -182,9 +193,12 @@ def _axes(model: Any, slots: int) -> tuple[list[int | None], list[int | None]]:
   size differs is the row axis or the slot axis. The entry of a leaf without such an
   axis, such as a counter, is None.
   """
-  shapes = lambda *size: [
-    x.shape for x in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(*size)))
-  ]
+
+  def shapes(*size):
+    return [
+      x.shape for x in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(*size)))
+    ]
+
   plain = shapes(1, slots)
 
   def differing(others):

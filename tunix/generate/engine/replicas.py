@@ -154,7 +154,10 @@ class Replicas:
         run the function. A replica whose weights or adapters then differ gets no
         requests until a later call brings it to the state of the others.
     """
-    run = lambda driver, left: driver.call(function, left)
+
+    def run(driver, left):
+      return driver.call(function, left)
+
     return self._on_each(self._running(), run, timeout)[0]
 
   def pause(self, mode: PauseMode = "keep", timeout: float = 600.0) -> None:
@@ -203,7 +206,10 @@ class Replicas:
   ) -> list[T]:
     """Runs a function on the drivers at the same time; raises the first error."""
     end = time.monotonic() + timeout
-    left = lambda: max(0.0, end - time.monotonic())
+
+    def left():
+      return max(0.0, end - time.monotonic())
+
     outcomes = [concurrent.futures.Future() for _ in drivers]
 
     def work(driver: Driver, outcome: concurrent.futures.Future) -> None:

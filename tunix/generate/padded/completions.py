@@ -124,8 +124,11 @@ class RowReader:
       "sampling_logps": out.sampling_logps,
       "logits": out.logits,
     }
+
     # Copies: a view would keep the buffers of all rows alive.
-    new = lambda x: self._cut(x, row)[start:end].copy()
+    def new(x):
+      return self._cut(x, row)[start:end].copy()
+
     return {name: new(x) for name, x in columns.items() if x is not None}
 
   def _routes(self, row: int, tokens: int) -> np.ndarray | None:

@@ -234,7 +234,10 @@ def start(
   # Each traced body merges the module again: a model may change its own state in a
   # call, which must not leak a tracer of one body into another.
   model, routes = nnx.merge(graph, state), None
-  run = lambda: prefilled(model, prompts, plan)
+
+  def run():
+    return prefilled(model, prompts, plan)
+
   if plan.return_routes:
     (logits, memory), routes = route_records.recorded(model, run)
   else:
@@ -272,7 +275,10 @@ def advance(
     # run. It is in column `steps - 1`.
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
     model = nnx.merge(graph, state)
-    run = lambda: decoder.step(model, last, memory)
+
+    def run():
+      return decoder.step(model, last, memory)
+
     if out.routes is None:
       logits, memory = run()
     else:
@@ -321,7 +327,10 @@ def _empty(rules: Rules, plan: Plan, vocab: int, routes: jax.Array | None) -> Ge
   """Returns buffers without a token; `routes` are those of the prompts, or None."""
   batch = rules.limits.shape[0]
   shape = (batch, plan.columns)
-  logps = lambda: jnp.zeros(shape, jnp.float32) if plan.return_logps else None
+
+  def logps():
+    return jnp.zeros(shape, jnp.float32) if plan.return_logps else None
+
   return Generated(
     tokens=jnp.zeros(shape, jnp.int32),
     lengths=jnp.zeros(batch, jnp.int32),

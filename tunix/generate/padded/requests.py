@@ -263,8 +263,11 @@ def _draw(
   """Returns the choice of tokens for all rows."""
   is_greedy = options.temperature == 0
   first = options.first_prompt * options.num_samples
+
   # One value per row, as an array argument: a new value compiles no new program.
-  each = lambda value, kind: np.full(rows, value, kind)
+  def each(value, kind):
+    return np.full(rows, value, kind)
+
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=key,

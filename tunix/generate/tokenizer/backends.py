@@ -225,7 +225,10 @@ class TokenizersBackend(Backend):
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     encode, adds = self._rust.encode, add_special_tokens
     if len(text) > _LONG_TEXT:
-      encode = lambda x, **options: self._rust.encode_batch([x], **options)[0]
+
+      def encode(x, **options):
+        return self._rust.encode_batch([x], **options)[0]
+
     with tokenizer_limits.without_panic(self.folder):
       return encode(text, add_special_tokens=adds).ids
 

@@ -56,7 +56,10 @@ def tensors(
     place = params.place(family.names, path, model.config)
     parts = place.split(mesh_lib.to_host(variable.get_value()))
     for key, part in zip(place.keys, parts):
-      read = lambda part=part: np.ascontiguousarray(part)
+
+      def read(part=part):
+        return np.ascontiguousarray(part)
+
       yield NewTensor(PREFIX + key, part.dtype, part.shape, read)
 
 

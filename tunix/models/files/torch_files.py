@@ -77,7 +77,10 @@ class _Archive:
     if order in self.members and self._read(order, 16) != b"little":
       raise ValueError("its byte order is not little-endian")
     pickled = self._read(f"{folder}/data.pkl", torch_pickle.MAX_BYTES)
-    locate = lambda key: self._range(f"{folder}/data/{key}")
+
+    def locate(key):
+      return self._range(f"{folder}/data/{key}")
+
     return torch_pickle.read_tensors(pickled, self.file, locate)
 
   def _read(self, name: str, limit: int) -> bytes:

@@ -281,7 +281,9 @@ def _post_processor(
   """Returns the step that puts special tokens around a text."""
 
   def parts(name: str, number: int) -> list[dict[str, Any]]:
-    special = lambda text: {"SpecialToken": {"id": text, "type_id": number}}
+    def special(text):
+      return {"SpecialToken": {"id": text, "type_id": number}}
+
     text = {"Sequence": {"id": name, "type_id": number}}
     return [*map(special, before), text, *map(special, after)]
 

@@ -164,8 +164,11 @@ def _ids(
   }
   keys = {key: number for key, number in keys.items() if number is not None}
   texts = {number: text for text, number in vocabulary.items()}
+
   # llama.cpp finds some tokens by their texts. The keys are for the other ones.
-  is_found = lambda i: kinds[texts[i]] == Kind.CONTROL and texts[i] in reader.END_TEXTS
+  def is_found(i):
+    return kinds[texts[i]] == Kind.CONTROL and texts[i] in reader.END_TEXTS
+
   known = keys.get("eos_token_id")
   others = dict.fromkeys(
     i for i in eos_ids if i in texts and i != known and not is_found(i)

@@ -24,7 +24,10 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 def read_factors(hf: hf_config.HfConfig) -> dict[str, Any]:
   """Returns the arguments of a `TransformerConfig` with Granite's factors."""
-  multiplier = lambda name: hf_values.number(hf, name, 1.0)
+
+  def multiplier(name):
+    return hf_values.number(hf, name, 1.0)
+
   embedding = multiplier("embedding_multiplier")
   return {
     "query_scale": multiplier("attention_multiplier"),

@@ -95,7 +95,9 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def _read_moe(hf: hf_config.HfConfig, names: list[str]) -> MoEConfig:
-  number = lambda name: hf_values.integer(hf, name)
+  def number(name):
+    return hf_values.integer(hf, name)
+
   return MoEConfig(
     num_experts=hf_values.integer(hf, "n_routed_experts", hf_values.EXPERTS),
     experts_per_token=number("num_experts_per_tok"),

@@ -150,10 +150,18 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   d, q_dim, kv_dim = c.embed_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
   norms = widths[c.qk_norm]
-  norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
-  into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
+
+  def norm(width):
+    return make.norm(width, c.norm_eps, c.norm_offset)
+
+  def into(width):
+    return make.linear(d, width, "in_out", bias=c.qkv_bias)
+
   fused = c.fused_qkv
-  one = lambda width, given: into(width) if given and not fused else None
+
+  def one(width, given):
+    return into(width) if given and not fused else None
+
   return Attention(
     one(q_dim * (2 if c.attention_gate else 1), True),
     one(kv_dim, not c.reads_kv),
@@ -200,8 +208,12 @@ def _moe(c: TransformerConfig, moe: MoEConfig, make: LayerMaker) -> MoE:
 def _dense_mlp(
   c: TransformerConfig, make: LayerMaker, hidden_dim: int
 ) -> MLP | FusedGatedMLP:
-  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
-  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
+  def into():
+    return make.linear(c.embed_dim, hidden_dim, "in_out")
+
+  def down():
+    return make.linear(hidden_dim, c.embed_dim, "out_in")
+
   if c.gated_mlp and c.fused_gate_up:
     both = make.linear(c.embed_dim, 2 * hidden_dim, "in_out")
     return FusedGatedMLP(both, down(), ACTIVATIONS[c.activation], halves=True)
@@ -215,8 +227,13 @@ def _experts(
 ) -> MLP | FusedGatedMLP:
   """Makes the experts of a mixture, see `MoEConfig`."""
   options = {"experts": moe.num_experts, "bias": moe.bias}
-  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
-  down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+
+  def into(width):
+    return make.linear(c.embed_dim, width, "in_out", **options)
+
+  def down():
+    return make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+
   activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
   if moe.fused_gate:
     both = into(2 * moe.hidden_dim)

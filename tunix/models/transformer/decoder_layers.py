@@ -110,9 +110,10 @@ class DecoderLayers(nnx.Module):
       kind = c.layer_kinds[numbers[0]]
       source = kv_sharing.source_of(sources, c.kind_name(kind))
       vector = None if vectors is None else vectors[numbers[0]]
-      first = lambda layer, x, kind=kind, source=source, vector=vector: layer(
-        x, angles, visible, kind=kind, vector=vector, source=source
-      )[0]
+
+      def first(layer, x, kind=kind, source=source, vector=vector):
+        return layer(x, angles, visible, kind=kind, vector=vector, source=source)[0]
+
       x = qwix_seam.run_apart(stack, len(numbers), first, x)
     return x
 
@@ -135,9 +136,15 @@ class DecoderLayers(nnx.Module):
         (kinds, (state, vectors)),
       )
       return stream
-    one = lambda name, kind, state, x: call(split[name][0], kind, state, x)
+
+    def one(name, kind, state, x):
+      return call(split[name][0], kind, state, x)
+
     stacks = self.config.stacks
-    of = lambda name: None if vectors is None else vectors[jnp.asarray(stacks[name])]
+
+    def of(name):
+      return None if vectors is None else vectors[jnp.asarray(stacks[name])]
+
     states = {name: (state, of(name)) for name, (_, state) in split.items()}
     return structures.scan(one, stream, states, names, kinds)
 

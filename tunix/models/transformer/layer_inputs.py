@@ -48,7 +48,10 @@ class LayerInputs(nnx.Module):
       x: embeddings of the tokens, the input of the first layer.
     """
     with jax.named_scope("layer_inputs"):
-      by_layer = lambda y: y.reshape(*tokens.shape, self.num_layers, -1)
+
+      def by_layer(y):
+        return y.reshape(*tokens.shape, self.num_layers, -1)
+
       factor = jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
       projected = self.norm(by_layer(self.projection(x) * factor))
       own = by_layer(self.table(tokens, x.dtype))

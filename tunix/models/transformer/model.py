@@ -175,9 +175,12 @@ class Transformer(DecoderLayers):
         return self.score(hidden.astype(jnp.float32))
     table, layout = self.unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
-    product = lambda x, table: jnp.einsum(
-      spec, x, table.astype(x.dtype), preferred_element_type=jnp.float32
-    )
+
+    def product(x, table):
+      return jnp.einsum(
+        spec, x, table.astype(x.dtype), preferred_element_type=jnp.float32
+      )
+
     is_whole, head = layout.vocab_axis is None, self.lm_head
     with jax.named_scope("unembed"):
       if head is not None and isinstance(head.kernel, TiledKernel):

@@ -230,7 +230,10 @@ def _ends(
   the bounds.
   """
   size = keys.shape[1] + 1
-  entry = lambda ids: jnp.clip(jnp.abs(ids), 0, size - 1)
+
+  def entry(ids):
+    return jnp.clip(jnp.abs(ids), 0, size - 1)
+
   rows = jnp.arange(keys.shape[0])[:, None]
   shape = (keys.shape[0], size)
   # An id without a key keeps the start values first = S and last = 0, an empty range.

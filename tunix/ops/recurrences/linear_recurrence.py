@@ -109,9 +109,14 @@ def by_chunks(
     x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
-  by_group = lambda x: x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
-  each = lambda x: jnp.moveaxis(cut(by_group(x)), 2, 4)  # [T / C, B, G, R, C, ...]
-  shared = lambda x: jnp.moveaxis(cut(x), 2, 3)  # [T / C, B, G, C, K]
+  def by_group(x):
+    return x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
+
+  def each(x):
+    return jnp.moveaxis(cut(by_group(x)), 2, 4)  # [T / C, B, G, R, C, ...]
+
+  def shared(x):
+    return jnp.moveaxis(cut(x), 2, 3)  # [T / C, B, G, C, K]
 
   @jax.checkpoint
   def step(state, inputs):

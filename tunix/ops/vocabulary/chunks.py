@@ -276,7 +276,10 @@ def over_tokens(
     return x.reshape(count * size, *x.shape[2:])[:tokens]
 
   flat = jax.tree.map(lambda x: x.reshape(tokens, *x.shape[2:]), arrays)
-  shaped = lambda x: x.reshape(*shape, *x.shape[1:])
+
+  def shaped(x):
+    return x.reshape(*shape, *x.shape[1:])
+
   if count == 1:  # without a scan, XLA can fuse the chunk with the code around it
     by_token, total = chunk(*flat)
     return jax.tree.map(shaped, by_token), total

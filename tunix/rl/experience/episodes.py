@@ -154,7 +154,10 @@ class Episodes:
     run = functools.partial(self._share, batch, mine, mode, group, key)
     if jax.process_count() == 1:
       return self._rows(run(), batch, mode, group)
-    to_json = lambda: rollout_codec.episodes_to_json(run())
+
+    def to_json():
+      return rollout_codec.episodes_to_json(run())
+
     parts = self._cluster.rollout.exchange("episodes", to_json)
     episodes = [x for part in parts for x in rollout_codec.episodes_from_json(part)]
     return self._rows(episodes, batch, mode, group)
@@ -283,7 +286,10 @@ def rollouts_of(
   # The prompt of a later row holds the conversation so far, and may be too long.
   placed = [x.with_prompt_of(width) for group in rows for x in _filled(group, each)]
   if bucketed:
-    longest = lambda parts: batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
+
+    def longest(parts):
+      return batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
+
     width = min(width, longest([row.prompt for row in placed]))
     space = min(space, longest([row.ids for row in placed]))
   if not has_versions:
@@ -348,7 +354,10 @@ def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
   """Returns the metrics of episodes; {} if there are no episodes."""
   if not episodes:
     return {}
-  mean = lambda values: Mean(float(np.mean(values)), len(values))
+
+  def mean(values):
+    return Mean(float(np.mean(values)), len(values))
+
   rows = [episode.rows() for episode in episodes]
   drawn = [sum(len(turn.action) for turn in episode.turns) for episode in episodes]
   observed = [

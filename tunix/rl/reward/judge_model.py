@@ -206,8 +206,10 @@ class Asker:
     # The client limits each read, and a server may send a byte now and then.
     limit = (model.retries + 1) * (model.timeout_s + _LONGEST_PAUSE_S)
     gate = asyncio.Semaphore(model.concurrency)
+
     # A server may repeat the key in an error, and an error goes to logs and journals.
-    hidden = lambda text: text.replace(key, "***") if model.key_variable else text
+    def hidden(text):
+      return text.replace(key, "***") if model.key_variable else text
 
     async def one(question: str) -> Answer | Failed:
       try:
@@ -302,7 +304,10 @@ def _answer_of(reply: Any) -> Answer:
   text = getattr(getattr(choices[0], "message", None), "content", None)
   if not isinstance(text, str):
     raise ValueError("the server's answer has no text")
-  count = lambda name: getattr(getattr(reply, "usage", None), name, None) or 0
+
+  def count(name):
+    return getattr(getattr(reply, "usage", None), name, None) or 0
+
   cost = count("prompt_tokens"), count("completion_tokens")
   return Answer(text, str(choices[0].finish_reason), *cost)
 

@@ -130,7 +130,10 @@ def read(answer: str, form: Form, material: Collection[str]) -> float | Failed:
   if labels != 1 or last == lines[-1] or value is None:
     expected = f"'{_LABEL} <{form.expected}>'"
     return Failed(f"the judge's answer does not end with one line {expected}")
-  plain = lambda text: "".join(text.split()).casefold()
+
+  def plain(text):
+    return "".join(text.split()).casefold()
+
   if any(plain(lines[-1]) in plain(text) for text in material):
     return Failed("the verdict also stands in the material; the judge may repeat it")
   return value

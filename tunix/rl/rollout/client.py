@@ -124,7 +124,9 @@ def groups_of(draws: Sequence[Draw]) -> list[list[Draw]]:
 
 
 def _are_alike(a: Draw, b: Draw) -> bool:
-  rules = lambda x: (x.turn, x.max_tokens, x.stops, x.stop_ids)
+  def rules(x):
+    return (x.turn, x.max_tokens, x.stops, x.stop_ids)
+
   return (
     b.episode == a.episode + 1
     and rules(a) == rules(b)

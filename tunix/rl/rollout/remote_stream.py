@@ -65,7 +65,10 @@ class RemoteStream:
     call = (
       ("switch", body) if self._is_started else ("stream", {**body, **self._opening})
     )
-    work = lambda host: functools.partial(_called, host, *call)
+
+    def work(host):
+      return functools.partial(_called, host, *call)
+
     together([functools.partial(x.run, weights, work(x)) for x in self._hosts])
     self._is_started = True
 

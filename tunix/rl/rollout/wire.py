@@ -30,7 +30,10 @@ def draw_from_json(saved: dict[str, Any]) -> Draw:
 
 def actions_to_json(actions: Sequence[Completion]) -> list[dict[str, Any]]:
   """Returns drawn actions as JSON, without their prompts and texts."""
-  own = lambda x: {"episode": x.number, "finish_reason": x.finish_reason}
+
+  def own(x):
+    return {"episode": x.number, "finish_reason": x.finish_reason}
+
   return array_codec.to_json([own(x) | x.saved() for x in actions])
 
 

@@ -188,8 +188,11 @@ class Greedy(Ahead):
     missing = sum(len(job.missing) for job in self._jobs)
     phases.note("episodes_in_flight", float(missing * self._generations))
     phases.add("engine_idle", 0.0 if self._loop is None else self._loop.take_idle())
+
     # Prompts are sampled at the same time, and rewards are computed one by one.
-    each = lambda name: [part.phases.seconds.get(name, 0.0) for part in parts]
+    def each(name):
+      return [part.phases.seconds.get(name, 0.0) for part in parts]
+
     phases.add("rollout", max(each("rollout"), default=0.0))
     phases.add("rewards", sum(each("rewards")))
 
@@ -267,7 +270,10 @@ class Greedy(Ahead):
     if self._loop is None:
       return
     until = time.monotonic() + min(_CLOSE_S, self._timeout_s)
-    left = lambda: max(0.0, until - time.monotonic())
+
+    def left():
+      return max(0.0, until - time.monotonic())
+
     with self._changed:
       self._abandon()
     has_ended = self._loop.stop(left())

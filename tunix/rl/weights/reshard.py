@@ -242,7 +242,10 @@ def _buffers(x: jax.Array) -> set[tuple[int, int]]:
 
 def _leafwise(layouts: Any, arrays: Any) -> list[Sharding]:
   """Returns the sharding of each leaf of `arrays`, from a tree that may be a prefix."""
-  is_sharding = lambda x: isinstance(x, Sharding)
+
+  def is_sharding(x):
+    return isinstance(x, Sharding)
+
   leaves = jax.tree.broadcast(layouts, arrays, is_leaf=is_sharding)
   out = []
   for leaf in jax.tree.leaves(leaves, is_leaf=is_sharding):

@@ -188,7 +188,10 @@ class DPOTrainer(PeftTrainer):
     ends = np.cumsum([len(part.weights) for part in parts])
     scores = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
     shares = self._coefficients(scores)
-    cut = lambda start, end: jax.tree.map(lambda x: x[start:end], shares)
+
+    def cut(start, end):
+      return jax.tree.map(lambda x: x[start:end], shares)
+
     return [
       {**batch, "coupled": cut(end - len(part.weights), end)}
       for batch, part, end in zip(batches, parts, ends)

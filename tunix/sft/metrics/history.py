@@ -79,7 +79,10 @@ class History(Mapping[str, Column]):
 
   def _repr_html_(self) -> str:
     head, *lines = self._cells()
-    row = lambda cells, tag: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
+
+    def row(cells, tag):
+      return "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
+
     body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
     note = html.escape(" ".join(self._omitted()))
     return (

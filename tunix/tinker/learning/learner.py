@@ -279,13 +279,16 @@ class Learner:
       arrays: the arrays.
       optimizer: take the optimizer's state and the gradient; else a fresh state.
     """
-    nested = lambda prefix: tree.nest(
-      {
-        name.removeprefix(prefix): jnp.array(x)
-        for name, x in arrays.items()
-        if name.startswith(prefix)
-      }
-    )
+
+    def nested(prefix):
+      return tree.nest(
+        {
+          name.removeprefix(prefix): jnp.array(x)
+          for name, x in arrays.items()
+          if name.startswith(prefix)
+        }
+      )
+
     params = nested("params.")
     opt_state = _optimizer().init(params)
     if optimizer:

@@ -126,9 +126,10 @@ def _tensor_from_proto(message: bytes) -> np.ndarray | Sparse:
       "Convert it"
     )
   if sparse is not None:
-    part = lambda field, dtype: _array(
-      protobuf.as_bytes(sparse.get(field, b"")), _DTYPES[dtype]
-    )
+
+    def part(field, dtype):
+      return _array(protobuf.as_bytes(sparse.get(field, b"")), _DTYPES[dtype])
+
     return Sparse(part(1, dtype), part(2, _INT64), part(3, _INT64), shape)
   return _shaped(_array(dense, _DTYPES[dtype]), shape or None)
 

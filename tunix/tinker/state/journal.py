@@ -64,5 +64,8 @@ def _begins_with(data: bytes, checksum: int) -> bool:
 
   Only the first bytes are searched, which takes at most about 10 s.
   """
-  add = lambda total, byte: zlib.crc32(bytes([byte]), total)
+
+  def add(total, byte):
+    return zlib.crc32(bytes([byte]), total)
+
   return checksum in itertools.accumulate(data[:_SEARCHED], add, initial=0)

@@ -108,7 +108,9 @@ class Records:
   def _add(
     self, kind: str, records: dict[str, dict[str, Any]], record: dict[str, Any]
   ) -> None:
-    file = lambda id: self._root / kind / f"{urllib.parse.quote(id, safe='')}.json"
+    def file(id):
+      return self._root / kind / f"{urllib.parse.quote(id, safe='')}.json"
+
     io.write_json(file(record["id"]), record)
     stay = {record["id"], *self.in_use()}
     with self._lock:

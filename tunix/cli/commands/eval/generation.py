@@ -148,7 +148,10 @@ def metrics(answers: Answers, threshold: float, ks: Sequence[int]) -> list[Metri
   and pass@k ignore its prompt.
   """
   size = answers.size
-  table = lambda values: np.asarray(values, np.float64).reshape(-1, size)
+
+  def table(values):
+    return np.asarray(values, np.float64).reshape(-1, size)
+
   ended = table([reason != "length" for reason in answers.finish_reasons])
   out = [
     Metric(name="prompts", value=len(answers.prompts)),

@@ -100,7 +100,10 @@ def _group(
   example: Rendered, logp: float, tokenizer: TokenizerAdapter
 ) -> dict[str, Any]:
   start, count = example.prompt_length, int(example.mask.sum())
-  text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+  def text(ids):
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
   return {
     "prompt": text(example.tokens[:start]),
     "columns": {},

@@ -141,7 +141,9 @@ def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:
 
 
 def _group(pair: Rendered, values: np.ndarray, what: str, task: Task) -> dict[str, Any]:
-  text = lambda ids: task.tokenizer.decode(ids, skip_special_tokens=False)
+  def text(ids):
+    return task.tokenizer.decode(ids, skip_special_tokens=False)
+
   return {
     "prompt": text(pair.prompt),
     "columns": {},

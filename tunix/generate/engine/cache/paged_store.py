@@ -131,7 +131,10 @@ class PageStore:
   @staticmethod
   def _group(table: Any, positions: Any, is_valid: Any, *, width: int) -> Group:
     """Returns rows of `width` tokens, in which valid tokens come before padding."""
-    rows = lambda x: x.reshape(-1, width)
+
+    def rows(x):
+      return x.reshape(-1, width)
+
     return Group(
       table=table,
       start=rows(positions)[:, 0],
@@ -153,9 +156,12 @@ def copied(store: PageStore, copies: Int[Array, "n G 2"], count: Any) -> PageSto
   def copy(i, layers):
     def one(layer, axis, group):
       source, target = copies[i, group, 0], copies[i, group, 1]
-      move = lambda x: jax.lax.dynamic_update_slice_in_dim(
-        x, jax.lax.dynamic_slice_in_dim(x, source, 1, axis), target, axis
-      )
+
+      def move(x):
+        return jax.lax.dynamic_update_slice_in_dim(
+          x, jax.lax.dynamic_slice_in_dim(x, source, 1, axis), target, axis
+        )
+
       return jax.tree.map(move, layer)
 
     return tuple(map(one, layers, axes, store.groups))
@@ -191,16 +197,19 @@ class PageKeeper:
     sizes = [1 + layer_groups.pages_of(config, window) for window in windows]
     self._copy = jax.jit(copied, donate_argnums=0)
     rules = model.sharding
-    make = lambda group, kind: paged.empty(
-      pages=sizes[group],
-      page_tokens=config.page_tokens,
-      kv_heads=model.kinds[kind].num_kv_heads,
-      head_dim=model.kinds[kind].head_dim,
-      dtype=model.dtype,
-      path=path,
-      head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
-      mesh=mesh,
-    )
+
+    def make(group, kind):
+      return paged.empty(
+        pages=sizes[group],
+        page_tokens=config.page_tokens,
+        kv_heads=model.kinds[kind].num_kv_heads,
+        head_dim=model.kinds[kind].head_dim,
+        dtype=model.dtype,
+        path=path,
+        head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
+        mesh=mesh,
+      )
+
     tables = tuple(np.zeros(0, np.int32) for _ in windows)
     self.store: Any = PageStore(
       tuple(map(make, groups, model.layer_kinds)), tables, groups

@@ -196,7 +196,9 @@ def _zeros(
   dtype: str,
   axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
-  zero = lambda *shape: mesh_lib.constrain(jnp.zeros(shape, dtype), None, axes)
+  def zero(*shape):
+    return mesh_lib.constrain(jnp.zeros(shape, dtype), None, axes)
+
   keys = (zero(n, heads, tokens // tile, size, tile) for n, heads, size in shapes)
   parts = [(*shape, rows.tile_features(shape[2])) for shape in shapes]
   values = (zero(n, heads, size // e, tokens, e) for n, heads, size, e in parts)
@@ -215,7 +217,10 @@ def _width(tokens: int, config: EngineConfig) -> int:
   program, so there are few.
   """
   tile = rows.tile_tokens(config.page_tokens)
-  whole = lambda tokens: -(-tokens // tile) * tile
+
+  def whole(tokens):
+    return -(-tokens // tile) * tile
+
   least, most = whole(_NARROWEST), whole(config.max_tokens)
   double = least * batching.bucket(-(-tokens // least))
   # Widths are `least` times powers of two, and three quarters of these.

@@ -84,7 +84,10 @@ class RowLayer:
       **options: see `cache.LayerCache.attend`.
     """
     p = self.places
-    new = lambda x, rows: x[:, 0].astype(rows.dtype)
+
+    def new(x, rows):
+      return x[:, 0].astype(rows.dtype)
+
     how = {"mode": "drop", "unique_indices": True}
     k, v = self.k, self.v
     if key is not None and value is not None:
@@ -102,7 +105,10 @@ class RowLayer:
     if blocks:
       queries = query[own:].reshape(blocks, p.block_width, *tail)
       at = p.positions[own:].reshape(blocks, p.block_width)
-      take = lambda rows: jnp.take(rows, p.block_slots, axis=0, mode="clip")
+
+      def take(rows):
+        return jnp.take(rows, p.block_slots, axis=0, mode="clip")
+
       out.append(_attend(queries, take(k), take(v), at, **options))
     flat = jnp.concatenate([x.reshape(-1, 1, *tail) for x in out])
     return flat, dataclasses.replace(self, k=k, v=v)
@@ -258,9 +264,11 @@ def load(store: Store, copies: Int[Array, "n G 2"], count, loads, load_count) ->
   size = store.pages_v[0].shape[3]
 
   def copy(i, arrays):
-    one = lambda pages, group: jax.lax.dynamic_update_index_in_dim(
-      pages, pages[copies[i, group, 0]], copies[i, group, 1], 0
-    )
+    def one(pages, group):
+      return jax.lax.dynamic_update_index_in_dim(
+        pages, pages[copies[i, group, 0]], copies[i, group, 1], 0
+      )
+
     return tuple(tuple(map(one, layers, store.groups)) for layers in arrays)
 
   pages = store.pages_k, store.pages_v
@@ -268,12 +276,17 @@ def load(store: Store, copies: Int[Array, "n G 2"], count, loads, load_count) ->
 
   def fill(i, rows):
     slot, place, numbers = loads[i, 0], loads[i, 1], loads[i, 2:]
-    keys = lambda row, source, group: jax.lax.dynamic_update_slice(
-      row, source[numbers[group]][None], _key_place(row, slot, place * size)
-    )
-    values = lambda row, source, group: jax.lax.dynamic_update_slice(
-      row, source[numbers[group]][None], (slot, 0, 0, place * size, 0)
-    )
+
+    def keys(row, source, group):
+      return jax.lax.dynamic_update_slice(
+        row, source[numbers[group]][None], _key_place(row, slot, place * size)
+      )
+
+    def values(row, source, group):
+      return jax.lax.dynamic_update_slice(
+        row, source[numbers[group]][None], (slot, 0, 0, place * size, 0)
+      )
+
     return (
       tuple(map(keys, rows[0], pages[0], store.groups)),
       tuple(map(values, rows[1], pages[1], store.groups)),

@@ -71,12 +71,18 @@ class SlotLayer:
       parts.append(out)
     blocks = p.block_slots.shape[0]
     if blocks:
-      cut = lambda x: x[own:].reshape(blocks, 1, p.block_width, *x.shape[2:])
+
+      def cut(x):
+        return x[own:].reshape(blocks, 1, p.block_width, *x.shape[2:])
+
       starts = p.positions[own :: p.block_width]
       valid = is_valid[own:].reshape(blocks, 1, -1)
       each = jax.tree.map(cut, inputs), p.block_slots, starts, valid
+
       # One block after the other: a prompt can have several in a round.
-      run = lambda state, block: _run_block(step, state, *block)
+      def run(state, block):
+        return _run_block(step, state, *block)
+
       state, out = jax.lax.scan(run, state, each)
       parts.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[3:]), out))
     out = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -94,8 +100,13 @@ def _run_block(step: Step, state: State, inputs, slot, start, is_valid):
 
 def _where(is_new: jax.Array, new: State, old: State) -> State:
   """Returns the new states of some rows, in the dtypes of the old ones."""
-  wide = lambda x: is_new.reshape(-1, *(1,) * (x.ndim - 1))
-  pick = lambda x, y: jnp.where(wide(y), x.astype(y.dtype), y)
+
+  def wide(x):
+    return is_new.reshape(-1, *(1,) * (x.ndim - 1))
+
+  def pick(x, y):
+    return jnp.where(wide(y), x.astype(y.dtype), y)
+
   return jax.tree.map(pick, new, old)
 
 
@@ -162,7 +173,10 @@ class SlotStore:
   def forked(self, sources: Int[Array, "B"]) -> SlotStore:
     """Returns the store in which each slot has the state of its source."""
     is_forked = jnp.any(sources != jnp.arange(sources.shape[0]))
-    copy = lambda states: jax.tree.map(lambda x: x[sources], states)
+
+    def copy(states):
+      return jax.tree.map(lambda x: x[sources], states)
+
     states = jax.lax.cond(is_forked, copy, lambda states: states, self.states)
     return SlotStore(self.inner.forked(sources), states)
 

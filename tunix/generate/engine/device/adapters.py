@@ -345,7 +345,10 @@ def _shardings(linear: Linear) -> Pair:
   if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh):
     spec = (*where.spec, *(None,) * (array.ndim - len(where.spec)))
     mesh = mesh_lib.auto(where.mesh)
-    named = lambda *entries: NamedSharding(mesh, PartitionSpec(*entries))
+
+    def named(*entries):
+      return NamedSharding(mesh, PartitionSpec(*entries))
+
     return named(spec[-2], None), named(None, spec[-1])
   # Factors that are committed to a device, beside weights that are not, would compile
   # the engine's programs a second time.

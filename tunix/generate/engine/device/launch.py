@@ -244,7 +244,10 @@ def _run_drafts(
     None,
     *carry.out.chosen.sizes,
   )
-  by_slot = lambda x: x.reshape(batch, width, *x.shape[1:])
+
+  def by_slot(x):
+    return x.reshape(batch, width, *x.shape[1:])
+
   chosen = jax.tree.map(by_slot, chosen._replace(routes=routes))
   return store, chosen, (by_slot(is_finite), is_run)
 

@@ -128,9 +128,12 @@ def run_tokens(
     state, numbers = bank
     # Tokens that no slot owns have the number behind the last slot.
     model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
-  run = lambda: model(
-    tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
-  )
+
+  def run():
+    return model(
+      tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
+    )
+
   if records:
     (hidden, cache), routes = route_records.recorded(model, run)
     return hidden[:, 0], store.after(cache), routes[:, 0]
@@ -157,7 +160,10 @@ def emit(
   draws = slots.active & is_finite
   rows = jnp.arange(draws.shape[0])
   place = jnp.where(draws, out.count, out.chosen.ids.shape[1])
-  write = lambda buffer, new: buffer.at[rows, place].set(new, mode="drop")
+
+  def write(buffer, new):
+    return buffer.at[rows, place].set(new, mode="drop")
+
   position = slots.position + 1
   stops = draws & jnp.any(chosen.ids[:, None] == slots.stop_ids, axis=1)
   out = dataclasses.replace(
@@ -171,7 +177,10 @@ def emit(
   if history.shape[1]:
     at = jnp.where(draws, position, history.shape[1])
     history = history.at[rows, at].set(chosen.ids, mode="drop")
-  pick = lambda new, old: jnp.where(draws, new, old)
+
+  def pick(new, old):
+    return jnp.where(draws, new, old)
+
   slots = dataclasses.replace(
     slots,
     last=pick(chosen.ids, slots.last),

@@ -134,7 +134,10 @@ def empty(
   slots: int, columns: int, tops: int, form: RouteForm | None = None, head: int = 0
 ) -> Out:
   """Returns an `Out` without tokens; `form` is that of recorded routes, or None."""
-  number = lambda: jnp.zeros((), jnp.int32)
+
+  def number():
+    return jnp.zeros((), jnp.int32)
+
   return Out(
     count=jnp.zeros(slots, jnp.int32),
     chosen=token_sampling.empty((slots, columns), tops, form, head),

@@ -181,7 +181,10 @@ def _drawn(
   """
   is_sampled = rules.temperature > 0
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
-  filtered = lambda: filters.keep(scaled, **rules.filter_values)
+
+  def filtered():
+    return filters.keep(scaled, **rules.filter_values)
+
   # A filter that is off must not cut a token of its row by a rounding error.
   allowed = rules.when("filters", filtered, scaled)
   keys = jax.vmap(jax.random.wrap_key_data)(rules.keys)
@@ -190,7 +193,10 @@ def _drawn(
   logps = rules.when(
     "scores", lambda: sampling.token_logps(allowed, sampled), _zeros(best)
   )
-  pick = lambda x, y: jnp.where(is_sampled, x, y)
+
+  def pick(x, y):
+    return jnp.where(is_sampled, x, y)
+
   if not head:
     return pick(sampled, best), pick(logps, 0), None, None
   ids, values = most_likely(allowed, head)

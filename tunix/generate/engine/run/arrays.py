@@ -25,7 +25,10 @@ Running = Seq[Sequence | None]
 def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
   """Returns the state of the slots before a launch."""
   count, drafts = config.slots, config.draft_tokens
-  numbers = lambda: np.zeros(count, np.int32)
+
+  def numbers():
+    return np.zeros(count, np.int32)
+
   slots = Slots(
     last=numbers(),
     position=numbers(),

@@ -290,9 +290,10 @@ class Device:
 
   def _segments(self, rounds: list[list[Block]]) -> list[tuple[int, list[list[Block]]]]:
     """Groups consecutive rounds that run in one program, with its number of blocks."""
-    width_of = lambda blocks: next(
-      n for n in self._config.block_counts if n >= len(blocks)
-    )
+
+    def width_of(blocks):
+      return next(n for n in self._config.block_counts if n >= len(blocks))
+
     return [
       (width, list(group)) for width, group in itertools.groupby(rounds, width_of)
     ]

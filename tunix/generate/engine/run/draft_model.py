@@ -94,7 +94,10 @@ def _check_positions(
 
 def size_ratio(draft: nnx.Module, model: nnx.Module) -> float:
   """Returns the parameters of a draft model over those of the model."""
-  count = lambda module: sum(x.size for x in jax.tree.leaves(nnx.state(module)))
+
+  def count(module):
+    return sum(x.size for x in jax.tree.leaves(nnx.state(module)))
+
   return count(draft) / count(model)
 
 

@@ -42,7 +42,9 @@ def groups_of(model: TransformerConfig, windows: Windows) -> tuple[int, ...]:
   """
 
   def group_of(window: int | None) -> int:
-    fits = lambda w: w is None or (window is not None and window <= w)
+    def fits(w):
+      return w is None or (window is not None and window <= w)
+
     fitting = [number for number, w in enumerate(windows) if fits(w)]
     if not fitting:
       raise ValueError(

@@ -41,7 +41,10 @@ class PageGroups:
 
   def __init__(self, config: EngineConfig, windows: Windows):
     self._config, self._size = config, config.page_tokens
-    make = lambda window: PagePool(layer_groups.pages_of(config, window))
+
+    def make(window):
+      return PagePool(layer_groups.pages_of(config, window))
+
     self._groups = [_Group(window, make(window)) for window in windows]
     # Recorded routes of the pages with a digest, for completions that share them.
     self._routes: dict[bytes, np.ndarray] = {}
@@ -179,7 +182,10 @@ class PageGroups:
     """Keeps the routes of a page, and forgets routes of pages that no pool has."""
     self._routes[digest] = routes.copy()
     if len(self._routes) > 2 * sum(pool.size for pool in self.pools):
-      is_known = lambda digest: any(pool.find([digest]) for pool in self.pools)
+
+      def is_known(digest):
+        return any(pool.find([digest]) for pool in self.pools)
+
       self._routes = {d: r for d, r in self._routes.items() if is_known(d)}
 
   def drop(self, s: Sequence) -> None:

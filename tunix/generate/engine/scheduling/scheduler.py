@@ -179,7 +179,10 @@ class Scheduler:
         end = min(end + tokens, sequence.limit)
       while sequence.slot is not None and not self.pages.grow(sequence, end):
         self.preempt(max((s for s in self.active() if s.pages), key=lambda s: s.rank))
-    placed = lambda blocks: [b for b in blocks if b.sequence.slot is not None]
+
+    def placed(blocks):
+      return [b for b in blocks if b.sequence.slot is not None]
+
     plan.rounds = [left for blocks in plan.rounds if (left := placed(blocks))]
 
   def _fork(self, plan: Plan) -> None:

@@ -137,7 +137,9 @@ def _cut(x: jax.Array, size: int, axis: int, mode: str = "constant") -> jax.Arra
 
 
 def _cut_tokens(tokens: Tokens, size: int) -> Tokens:
-  cut = lambda x: None if x is None else _cut(x, size, 1)
+  def cut(x):
+    return None if x is None else _cut(x, size, 1)
+
   # "edge" repeats the last slot. Padding with 0 would widen the range of slots in the
   # last block, and fewer key blocks could be skipped.
   index = _cut(tokens.index, size, 0, "edge")

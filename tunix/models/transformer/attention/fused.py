@@ -59,9 +59,12 @@ def splash(
     else:
       slots = np.arange(t + -t % size, dtype=np.int32)
       kernel = _splash_kernel(n, slots, slots.size, **options)
+
     # The kernel takes [B, heads, T, H]. Padded keys come after every query, so the
     # causal mask hides them.
-    heads_first = lambda x: _fill(x, size).swapaxes(1, 2)
+    def heads_first(x):
+      return _fill(x, size).swapaxes(1, 2)
+
     arrays = heads_first(_scaled(query, scale)), heads_first(key), heads_first(value)
     run = _keyword_free(kernel, sinks)
     out = jax.vmap(run)(*arrays, *(_fill(ids, size) for ids in segments))
@@ -105,7 +108,10 @@ def cudnn(
     local_window_size=None if window is None else (window - 1, 0),
     implementation=backend,
   )
-  rows = lambda query, key, value, _: kernel(query, key, value)
+
+  def rows(query, key, value, _):
+    return kernel(query, key, value)
+
   return _per_shard(rows, rules, query, key, value)
 
 

@@ -32,9 +32,10 @@ def empty_sources(config: TransformerConfig, x: jax.Array) -> dict[str, Any]:
   kinds = {
     name: config.kinds[config.layer_kinds[i]] for name, i in config.kv_sources.items()
   }
-  zeros = lambda kind: jnp.zeros(
-    (*x.shape[:2], kind.num_kv_heads, kind.head_dim), x.dtype
-  )
+
+  def zeros(kind):
+    return jnp.zeros((*x.shape[:2], kind.num_kv_heads, kind.head_dim), x.dtype)
+
   return {name: (zeros(kind), zeros(kind)) for name, kind in kinds.items()}
 
 

@@ -134,9 +134,10 @@ class Attention(nnx.Module):
         keys_values, seen, visible = ring.extend(cached, fresh, visible, window)
       else:
         at = (0, 0, visible.query_index[0], 0)
-        write = lambda buffer, new: jax.lax.dynamic_update_slice(
-          buffer, new.astype(buffer.dtype), at
-        )
+
+        def write(buffer, new):
+          return jax.lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), at)
+
         seen = keys_values = write(cached[0], fresh[0]), write(cached[1], fresh[1])
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)

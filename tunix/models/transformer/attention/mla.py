@@ -46,8 +46,11 @@ class MLA(Attention):
 
   def __init__(self, c: TransformerConfig, mla: MLAConfig, make: LayerMaker):
     heads, d = c.num_heads, c.embed_dim
+
     # The latent vectors are not split over devices, as every head reads all of them.
-    latent = lambda size: make.linear(d, size, "router", bias=c.qkv_bias)
+    def latent(size):
+      return make.linear(d, size, "router", bias=c.qkv_bias)
+
     q_dim, has_latent = heads * mla.query_dim, mla.q_rank is not None
     super().__init__(
       None if has_latent else make.linear(d, q_dim, "in_out"),

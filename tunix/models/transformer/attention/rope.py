@@ -113,7 +113,10 @@ def length_factor(config: RopeConfig) -> float:
     return math.sqrt(
       1 + math.log(config.factor) / math.log(config.original_max_position)
     )
-  grown = lambda m: 0.1 * m * math.log(config.factor) + 1.0
+
+  def grown(m):
+    return 0.1 * m * math.log(config.factor) + 1.0
+
   if config.mscale is None or config.mscale_all_dim is None:
     return grown(1.0)
   return grown(config.mscale) / grown(config.mscale_all_dim)

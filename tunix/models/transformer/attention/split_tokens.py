@@ -200,7 +200,10 @@ def _separate_keys(visible: Visibility, keys: int, split: Split) -> Visibility:
   """
   tokens = visible.keys(keys)
   order = split.slots().reshape(-1)
-  reorder = lambda x: x if x is None or not split.folded else x[..., order]
+
+  def reorder(x):
+    return x if x is None or not split.folded else x[..., order]
+
   return dataclasses.replace(
     visible,
     query_index=reorder(visible.query_index),

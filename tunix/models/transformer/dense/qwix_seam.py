@@ -103,7 +103,10 @@ def _stacked(values: list[Any]) -> Any:
   # Options such as a rank are equal in all layers and are stored once.
   if isinstance(values[0], str | int | float | bool | tuple | None):
     return values[0]
-  is_variable = lambda x: isinstance(x, nnx.Variable)
+
+  def is_variable(x):
+    return isinstance(x, nnx.Variable)
+
   return nnx.data(jax.tree.map(_stacked_variable, *values, is_leaf=is_variable))
 
 

@@ -245,8 +245,11 @@ class MoE(nnx.Module):
     see `expert_shard.on_mesh`.
     """
     graph, router, rest = nnx.split(self, _of_router, ...)
+
     # Arrays with a leading axis of E are kernels and adapters of the experts.
-    of_experts = lambda y: y.shape[:1] == (self._count,)
+    def of_experts(y):
+      return y.shape[:1] == (self._count,)
+
     experts = [y for y in jax.tree.leaves(rest) if of_experts(y)]
     k = self.config.experts_per_token
     shard = expert_shard.on_mesh(x, experts, self._count, k, mesh, self.rules)
@@ -273,7 +276,9 @@ class MoE(nnx.Module):
           out = jax.lax.psum(out, shard.axis)
       return out.reshape(x.shape), routed
 
-    spec = lambda y: PartitionSpec(shard.axis if of_experts(y) else None)
+    def spec(y):
+      return PartitionSpec(shard.axis if of_experts(y) else None)
+
     out, routed = jax.shard_map(
       local,
       mesh=mesh,

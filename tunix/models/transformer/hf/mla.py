@@ -53,7 +53,10 @@ def read(hf: hf_config.HfConfig, dense_layers: Collection[int]) -> dict[str, Any
     ValueError: see `hf_config.decoder_fields`.
   """
   hf_config.check_supported(hf, _SUPPORTED)
-  integer = lambda name: hf_values.integer(hf, name)
+
+  def integer(name):
+    return hf_values.integer(hf, name)
+
   shared = hf_values.integer(hf, "n_shared_experts", checks.NOT_NEGATIVE)
   mla = MLAConfig(
     kv_rank=integer("kv_lora_rank"),

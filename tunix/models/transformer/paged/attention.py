@@ -217,7 +217,9 @@ def empty(
   else:
     where = NamedSharding(mesh, _page_spec(path, entry))
     if mesh_lib.is_planned(mesh) or programs.is_recording():
-      make = lambda: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+      def make():
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     else:
       make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)
     zeros = [make() for _ in range(arrays)]

@@ -73,7 +73,10 @@ def _gather_group(
   # One index for heads and pages: with two, XLA's TPU compiler copies all pages into
   # another layout.
   index = jnp.arange(heads)[:, None, None] * keys.shape[1] + table
-  take = lambda pages: pages.reshape(-1, size, head_dim)[index].reshape(copied)
+
+  def take(pages):
+    return pages.reshape(-1, size, head_dim)[index].reshape(copied)
+
   key, value = take(keys).astype(query.dtype), take(values).astype(query.dtype)
 
   slot = first[:, None] * size + jnp.arange(copied[2])  # position of each key, [R, S]

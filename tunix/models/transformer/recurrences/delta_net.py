@@ -43,7 +43,10 @@ class GatedDeltaNet(RecurrentMixer):
     m = config.mixer
     assert isinstance(m, DeltaNetConfig)
     self.sizes = m
-    into = lambda width: make.linear(config.embed_dim, width, "in_out")
+
+    def into(width):
+      return make.linear(config.embed_dim, width, "in_out")
+
     self.in_proj_qkv = into(m.channels)
     self.in_proj_z = into(m.inner_dim)
     self.in_proj_b = into(m.num_heads)

@@ -40,7 +40,10 @@ class RowState:
     """Runs tokens from the state; `step` is (state, inputs, valid)."""
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     out, state = step(self.state, inputs, jnp.ones(shape, bool))
-    same = lambda new, old: new.astype(old.dtype)
+
+    def same(new, old):
+      return new.astype(old.dtype)
+
     return out, RowState(jax.tree.map(same, state, self.state))
 
 
@@ -64,13 +67,16 @@ def run(
   rows, tokens = jax.tree.leaves(inputs)[0].shape[:2]
   valid = visible.valid(rows, tokens)
   if cached is not None:
-    go = lambda state, inputs, own: step(
-      state, inputs, own if visible.mask is None else own & valid, None
-    )
+
+    def go(state, inputs, own):
+      return step(state, inputs, own if visible.mask is None else own & valid, None)
+
     return cached.recur(go, inputs)
   if (shared := visible.shared) is not None:
     # Every completion begins with the state after its prompt.
-    each = lambda part, x: jax.tree.map(part, x)
+    def each(part, x):
+      return jax.tree.map(part, x)
+
     prompts, state = step(
       empty_state(rows), each(shared.prompts, inputs), shared.prompts(valid), None
     )
