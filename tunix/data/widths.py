@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -60,7 +59,7 @@ class Widths:
       rows of pairs hold their sequences, a prompt with one completion each.
   """
 
-  layout: Any
+  layout: OneRow | SideBySide
   lengths: tuple[int, ...] = ()
   padding: float | None = None
   rows: int | None = None
@@ -88,7 +87,9 @@ class Widths:
     return text
 
 
-def choose(layout: Any, report: Report, batch_size: int, shards: int = 1) -> Widths:
+def choose(
+  layout: OneRow | SideBySide, report: Report, batch_size: int, shards: int = 1
+) -> Widths:
   """Chooses the widths of the rows of a data set.
 
   The same arguments always give the same widths.
@@ -249,7 +250,9 @@ def _fewest(lengths: np.ndarray, shares: np.ndarray) -> tuple[tuple[int, ...], f
   return best, expected
 
 
-def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
+def bounded(
+  layout: OneRow | SideBySide, report: Report, shards: int = 1
+) -> OneRow | SideBySide:
   """Returns the layout with rows that are no wider than the longest record.
 
   Records that fit the limits fit as before. See `choose` for the arguments.
@@ -271,7 +274,7 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
   return layout if any(row % shards for row in rows) else narrow
 
 
-def _row_limits(layout: Any) -> list[int]:
+def _row_limits(layout: OneRow | SideBySide) -> list[int]:
   """Returns the limits of the parts of a row: a teacher's prompt is in no such row."""
   limits = dataclasses.asdict(layout)
   limits.pop("max_teacher_prompt_length", None)

@@ -138,9 +138,9 @@ def described(config: Any, family: Family) -> dict[str, Any]:
 def _check_complete(
   config: TransformerConfig, hf: Mapping[str, Any], family: Family
 ) -> None:
-  back = _canonical(family.config_from_hf(hf))
+  back = vars(_canonical(family.config_from_hf(hf)))
   for name, value in vars(_canonical(config)).items():
-    reread = getattr(back, name)
+    reread = back[name]
     close = isinstance(value, float) and isinstance(reread, float)
     if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
@@ -149,7 +149,7 @@ def _check_complete(
       )
 
 
-def _canonical(config: Any) -> Any:
+def _canonical(config: TransformerConfig) -> TransformerConfig:
   """Returns a configuration that compares equal for equal mathematical functions.
 
   Fields that do not change the function, such as dtypes and sharding, are reset.

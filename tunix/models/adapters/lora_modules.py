@@ -37,9 +37,9 @@ class Adapter:
     rslora: True if the scale is alpha / sqrt(r); recorded when saved.
   """
 
-  a: Any
-  b: Any
-  magnitude: Any = None
+  a: jax.Array
+  b: jax.Array
+  magnitude: jax.Array | None = None
   scale: float
   dropout: float = 0.0
   rslora: bool = False

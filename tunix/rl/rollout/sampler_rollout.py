@@ -30,7 +30,7 @@ class SamplerRollout(BaseRollout):
     rollout_config: RolloutConfig,
     *,
     num_generations: int = 1,
-    seed: Any = None,
+    seed: int | None = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
     """Returns `num_generations` completions of each prompt; see `BaseRollout.generate`.
