@@ -107,6 +107,7 @@ NEEDS = {
   "data.weights_at": {"data.train": ["a", "b"], "data.weights": [0.5, 0.5]},
   "distill.teacher_dtype": {"distill.teacher": "t"},
   "algorithm.kl_corrected": {"algorithm.beta": 0.1},
+  "algorithm.observation_weight": {"env": "pkg.mod:make"},
 }
 # Another key's name, a name of one value, or one that the algorithm fixes.
 FIXED = {

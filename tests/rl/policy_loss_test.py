@@ -16,6 +16,7 @@ import pytest
 
 from tests.ops.toy_policy import Toy
 from tests.rl import clusters
+from tests.rl.centering_test import Table
 from tunix.ops import policy_gradient
 from tunix.ops.reductions import aggregate
 from tunix.rl import common, metrics, policy_loss
@@ -397,3 +398,39 @@ def test_versions_stay_with_their_rows():
   assert len((out.joined([out])).versions or ()) == 8
   plain = made(dataclasses.replace(out, versions=None))
   assert plain.versions is None
+
+
+@pytest.mark.parametrize(
+  ("mode", "weight"), [("token-mean", 4), ("sequence-mean-token-mean", 3)]
+)
+def test_observations_between_actions_are_predicted(mode, weight):
+  """Token 0 of row 0 is an observation; token 1 of row 2 is behind the last action."""
+  logits = np.random.default_rng(0).normal(size=(4, 3))
+  words = np.array([[2, 0], [1, 2], [0, 1], [1, 1]], np.int32)
+  example = common.TrainExample(
+    prompt_ids=np.zeros((4, 1), np.int32),
+    prompt_mask=np.ones((4, 1), bool),
+    completion_ids=words,
+    completion_mask=np.array([[0, 1], [1, 1], [1, 0], [0, 0]], bool),
+    advantages=np.array([1.0, -2.0, 0.5, 7.0]),
+  )
+
+  def loss(logits, example, observations):
+    settings = GRPOConfig(
+      beta=0.0, loss_agg_mode=mode, observation_weight=observations, entropy_coef=0.1
+    )
+    return policy_loss.policy_loss(
+      Table(logits), example, settings, temperature=1.0, max_tokens=2
+    )
+
+  plain, _ = loss(logits, example, 0.0)
+  total, means = loss(logits, example, 0.5)
+  cross_entropy = lambda logits: -jax.nn.log_softmax(logits[0])[2]
+  close(total.total - plain.total, 0.5 * cross_entropy(logits))
+  assert total.weight == plain.weight == weight
+  close(means["observations"].mean(), cross_entropy(logits))
+  slope = jax.grad(lambda x: loss(x, example, 0.5)[0].total)(logits)
+  without = jax.grad(lambda x: loss(x, example, 0.0)[0].total)(logits)
+  close(slope - without, 0.5 * jax.grad(cross_entropy)(logits))
+  parts = [loss(logits, example.take(rows), 0.5)[0] for rows in ([0, 1], [2, 3])]
+  close(sum(part.total for part in parts), total.total)

@@ -12,6 +12,12 @@ Ids = Int[Array, "B T"]
 Mask = Bool[Array, "B T"] | Int[Array, "B T"]
 
 
+def extent(mask: Mask) -> jax.Array:
+  """Returns bool [B, R], True up to the last True of each row, which may have holes."""
+  # A running maximum from the right stays 1 from the last True to the start.
+  return jax.lax.cummax(mask.astype(jnp.int32), axis=1, reverse=True) > 0
+
+
 class Rows(NamedTuple):
   """The prompts [B, P] and completions [B, R] of a batch, padded with token 0.
 
@@ -73,13 +79,8 @@ class Rows(NamedTuple):
 
   @property
   def extent(self) -> jax.Array:
-    """bool [B, R], True up to the last scored token of each completion.
-
-    The mask itself may have holes before that token.
-    """
-    # A running maximum from the right stays 1 from the last scored token to the start.
-    seen = self.completion_mask.astype(jnp.int32)
-    return jax.lax.cummax(seen, axis=1, reverse=True) > 0
+    """bool [B, R], True up to the last scored token of each completion."""
+    return extent(self.completion_mask)
 
   def joined(self, width: int | None = None) -> jax.Array:
     """Removes the padding between prompts and completions.

@@ -163,6 +163,9 @@ class AlgorithmConfig:
     advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
       [P, G] and `where` [P, G].
     entropy_coef: weight of the entropy bonus; None or 0 does not compute the entropy.
+    observation_weight: weight of the cross-entropy of the tokens that an environment
+      wrote between two actions of an episode; 0 does not train them (ECHO,
+      arXiv:2605.24517). It needs an environment.
     rollout_correction: correction for tokens that were drawn by older weights, or by an
       engine whose log-probabilities differ from the trainer's. None corrects only
       stale rollouts, with `safe_correction`; the kind "off" corrects nothing.
@@ -195,6 +198,7 @@ class AlgorithmConfig:
   loss_agg_mode: str = "token-mean"
   advantage_estimator: str | Callable[..., Any] = "group_normalized"
   entropy_coef: float | None = None
+  observation_weight: float = 0.0
   rollout_correction: RolloutCorrection | None = setting(None, may_change=True)
   mask_truncated: bool = False
   shared_prompt: bool | None = None
@@ -205,7 +209,7 @@ class AlgorithmConfig:
 
   def __post_init__(self):
     counts = "num_generations num_iterations eval_num_generations exact_tile_rows"
-    weights = "beta epsilon epsilon_low epsilon_high entropy_coef"
+    weights = "beta epsilon epsilon_low epsilon_high entropy_coef observation_weight"
     checks.fields(
       self,
       **dict.fromkeys(counts.split(), checks.COUNT),

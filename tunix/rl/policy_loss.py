@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.generate import scoring
+from tunix.generate import scored_rows, scoring
 from tunix.ops import importance, kl, policy_gradient
 from tunix.ops.policy_gradient import PolicyLoss
 from tunix.ops.reductions import WeightedSum, aggregate, keep
@@ -41,6 +41,13 @@ METRICS = (
     "train",
     "if `algorithm.entropy_coef` is not 0",
     "`entropy`, in PPO `loss/entropy`",
+  ),
+  Metric(
+    "observations",
+    "nats",
+    "cross-entropy of the tokens that environments wrote between actions",
+    "train",
+    "if `algorithm.observation_weight` is not 0",
   ),
   Metric(
     "parity/abs_diff",
@@ -136,12 +143,15 @@ def policy_loss(
   Returns:
     The loss, and metrics as means over tokens.
   """
+  scored = example.completion_mask
+  if config.observation_weight:
+    scored = scored_rows.extent(scored)
   scores = scoring.score_completions(
     model,
     example.prompt_ids,
     example.prompt_mask,
     example.completion_ids,
-    example.completion_mask,
+    scored,
     group_size=example.group_size,
     temperature=temperature,
     entropy=bool(config.entropy_coef),
@@ -151,6 +161,8 @@ def policy_loss(
     head_ids=example.head_ids,
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
+  if config.observation_weight:
+    logps = keep(logps, mask)
   old = example.old_per_token_logps
   # Without old log-probabilities, the policy has not changed since the rollouts. The
   # ratio is then exactly 1, and its gradient is that of the log-probability.
@@ -183,7 +195,15 @@ def policy_loss(
   scaled = config.loss_agg_mode == "sequence-mean-token-scale"
   limit = max_tokens if scaled else None
   total = aggregate(values, mask, config.loss_agg_mode, max_tokens=limit)
-  return total, token_means(watched, mask)
+  means = token_means(watched, mask)
+  if config.observation_weight:
+    # Observations are the holes of the mask. Their sum gets the weight of the actions',
+    # so that the micro-batches of a step add up.
+    written = scored.astype(jnp.float32) - mask
+    parts = aggregate(-scores.logps, written, config.loss_agg_mode, max_tokens=limit)
+    total = total._replace(total=total.total + config.observation_weight * parts.total)
+    means |= token_means({"observations": -scores.logps}, written)
+  return total, means
 
 
 def corrected_surrogate(

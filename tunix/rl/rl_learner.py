@@ -97,6 +97,11 @@ class RLLearner(BaseTrainer):
     self.algo_config = algo_config.for_staleness(self._config.staleness)
     if env is None and episodes is not None:
       raise ValueError("episodes has limits and env is None: give env as well")
+    if env is None and algo_config.observation_weight:
+      raise ValueError(
+        f"observation_weight is {algo_config.observation_weight} and env is None, so "
+        "no environment writes observations: give env, or set observation_weight to 0"
+      )
     source = None if env is None else Episodes(rl_cluster, env, episodes)
     self._experience = Experience(
       rl_cluster, algo_config, reward_fns, metric_fns, source

@@ -218,6 +218,12 @@ class RLRun(RunSettings):
         f"env is {self.env!r}, which names the prompts, and data.train is set, too. "
         "Leave data.train out, or set env to reasoning_gym to keep it"
       )
+    if self.env is None and self.algorithm.observation_weight:
+      raise ValueError(
+        f"algorithm.observation_weight is {self.algorithm.observation_weight} and env "
+        "is not set, so nothing writes observations. Set env, or leave "
+        "algorithm.observation_weight out"
+      )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(
         "episode has limits and env is not set, so there are no episodes. Set env, or "
