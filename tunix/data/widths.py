@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Widths:
       rows of pairs hold their sequences, a prompt with one completion each.
   """
 
-  layout: OneRow | SideBySide
+  layout: Any
   lengths: tuple[int, ...] = ()
   padding: float | None = None
   rows: int | None = None
@@ -87,9 +88,7 @@ class Widths:
     return text
 
 
-def choose(
-  layout: OneRow | SideBySide, report: Report, batch_size: int, shards: int = 1
-) -> Widths:
+def choose(layout: Any, report: Report, batch_size: int, shards: int = 1) -> Widths:
   """Chooses the widths of the rows of a data set.
 
   The same arguments always give the same widths.
@@ -250,9 +249,7 @@ def _fewest(lengths: np.ndarray, shares: np.ndarray) -> tuple[tuple[int, ...], f
   return best, expected
 
 
-def bounded(
-  layout: OneRow | SideBySide, report: Report, shards: int = 1
-) -> OneRow | SideBySide:
+def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
   """Returns the layout with rows that are no wider than the longest record.
 
   Records that fit the limits fit as before. See `choose` for the arguments.
@@ -274,7 +271,7 @@ def bounded(
   return layout if any(row % shards for row in rows) else narrow
 
 
-def _row_limits(layout: OneRow | SideBySide) -> list[int]:
+def _row_limits(layout: Any) -> list[int]:
   """Returns the limits of the parts of a row: a teacher's prompt is in no such row."""
   limits = dataclasses.asdict(layout)
   limits.pop("max_teacher_prompt_length", None)

@@ -224,7 +224,7 @@ class DistillationTrainer(PeftTrainer):
     device = None if self._state.mesh is not None else self._state.devices()[0]
     return jax.tree.map(lambda x: to_device(x, device), out)
 
-  def _score(self, teacher: object, batch: object) -> Any:
+  def _score(self, teacher: Any, batch: object) -> Any:
     """Returns the teacher's output for a batch, on the teacher's devices."""
     axes = self.training_config.data_sharding_axis
     return inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)

@@ -245,8 +245,8 @@ def merge(
     if linear.lora_a is None:
       quantization.dequantize_kernel(linear)
       continue
-    spec = linear.kernel.get_metadata()["out_sharding"]
-    value, error = lora_modules.merged_kernel(path, linear, linear.kernel.dtype)
+    spec = linear.stored.get_metadata()["out_sharding"]
+    value, error = lora_modules.merged_kernel(path, linear, linear.stored.dtype)
     linear.kernel = nnx.data(param(value, spec))
     lora_modules.detach(linear)
     errors.append(error)

@@ -236,7 +236,7 @@ def new_tensors(
     if field == "codes":  # codes and scales together are one quantized kernel
       path, (module, _, field) = module, module.rpartition(".")
     linear = linears.get(module) if field == "kernel" else None
-    parameter = value if linear is None else linear.kernel
+    parameter = value if linear is None else linear.stored
     place = params.place(family.names, path, model.config)
     target = np.dtype(parameter.dtype if dtype is None else jnp.dtype(dtype))
     leaf = _Leaf(path, value, linear, place, target, errors)
@@ -284,7 +284,7 @@ class _Leaf:
       value, error = lora_modules.merged_kernel(self.path, linear, self.dtype)
       self.errors.append(error)
     elif linear is not None and lora_modules.is_quantized(linear):
-      value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
+      value = lora_modules.dense_kernel(linear, linear.stored.dtype)
     if not value.is_fully_addressable:
       return mesh_lib.to_host(value)
     # A jax.Array caches its host copy as long as it exists. A new jax.Array with the

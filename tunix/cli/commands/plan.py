@@ -206,7 +206,8 @@ def _estimate(
   loop = planned.get(LOOP)
   steps = config.training.max_steps
   sampled = sent = None
-  if sampling is not None and isinstance(config, RLRun):
+  if sampling is not None and isinstance(trainer, RLLearner):
+    assert isinstance(config, RLRun)
     lag = config.rl.staleness
     sent = handover.of_cluster(trainer.rl_cluster, sampling, where.chip, lag)
   if DECODE in records:
@@ -280,7 +281,7 @@ def _records(
     return training.of_trainer(trainer, batch)
 
 
-def _trainers(trainer: PeftTrainer | RLLearner) -> dict[str, PeftTrainer]:
+def _trainers(trainer: PeftTrainer | RLLearner) -> dict[str, Any]:
   """Returns {name of the update program: trainer}."""
   return rl.trainers(trainer) if isinstance(trainer, RLLearner) else {STEP: trainer}
 
@@ -304,6 +305,7 @@ def _planned(
     k: v for x in sides.values() for k, v in residents.beside(x, elsewhere).items()
   }
   if isinstance(config, RLRun) and (copies := config.rl.weight_copies):
+    assert isinstance(trainer, RLLearner)
     waiting = handover.waiting_bytes(trainer.rl_cluster, sampling, copies)
     for name in sides[sampling is not None]:
       beside[name] += waiting

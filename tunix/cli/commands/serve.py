@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = model_folders.load_tokenizer(folder, own, args.tokenizer)
 
-  def load(path: str, adapter: str | None = None) -> Transformer:
+  def load(path: str | pathlib.Path, adapter: str | None = None) -> Transformer:
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
       return model_folders.load_model(str(path), adapter, args.dtype)
 

@@ -80,7 +80,7 @@ def sharding_rules(model: nnx.Module) -> ShardingRules | None:
   return calling.config_value(model, "sharding")
 
 
-def max_positions(model: nnx.Module) -> int | None:
+def max_positions(model: nnx.Module | None) -> int | None:
   """Returns the largest number of tokens of a row, by the model's config.
 
   The result is None if the config has no limit.

@@ -152,6 +152,7 @@ class Launches:
         over.append((s, reason))
     self._device.write(written)
     if source == "model":
+      assert self._device.draft is not None
       self._device.draft.after(plan, running)
     for s, reason in over:
       self._end(s, reason)

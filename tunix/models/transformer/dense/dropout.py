@@ -12,6 +12,8 @@ is a temporary copy that cannot store a count.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
