@@ -180,17 +180,17 @@ def as_tools(items: Iterable[Any]) -> dict[str, Tool]:
   tools: dict[str, Tool] = {}
   for item in items:
     if isinstance(item, Tool):
-      tools_of_item = [item]
+      entries = [item]
     elif inspect.isroutine(item):
-      tools_of_item = [Tool(item)]
+      entries = [Tool(item)]
     else:
-      tools_of_item = tools_of(item)
-    if not tools_of_item:
+      entries = tools_of(item)
+    if not entries:
       raise ValueError(
         f"{_shown(item)} is no tool: expected a function, or an object "
         "with public methods"
       )
-    for tool in tools_of_item:
+    for tool in entries:
       if tool.name in tools:
         raise ValueError(f"two tools have the name {tool.name!r}; rename one of them")
       tools[tool.name] = tool
