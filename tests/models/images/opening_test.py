@@ -132,7 +132,10 @@ BAD = {
   "cut header": (FILES["png"][0][:20], "damaged|is no image"),
   "cut png": (saved(Image.fromarray(toys.picture(60, 60)))[:-200], "damaged"),
   "cut jpeg": (saved(Image.fromarray(toys.picture(60, 60)), "JPEG")[:900], "truncated"),
-  "cut webp": (saved(Image.fromarray(toys.picture(60, 60)), "WEBP")[:400], "damaged|is"),
+  "cut webp": (
+    saved(Image.fromarray(toys.picture(60, 60)), "WEBP")[:400],
+    "damaged|is",
+  ),
   "cut tiff": (FILES["tiff"][0][:60], "damaged|is no image"),
   "changed png": (bad_checksum(), "damaged"),
   "floats": (saved(Image.new("F", (6, 4)), "TIFF"), "32 bits"),
@@ -143,6 +146,7 @@ BAD = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_files_are_refused_in_one_line_without_memory(kind):
   source, message = BAD[kind]
@@ -157,6 +161,7 @@ def test_bad_files_are_refused_in_one_line_without_memory(kind):
   assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 def test_every_cut_and_changed_file_is_read_or_refused(kind):
   whole = saved(Image.fromarray(toys.picture(9, 7)), kind)

@@ -115,7 +115,7 @@ def test_resizing_a_row_by_hand():
     (lambda: Qwen3VL(patch_size=1.5), "patch_size"),
     (lambda: Pixtral(std=(1.0, 0.0, 1.0)), "std"),
     (lambda: Gemma4(mean=(0.0, 0.0)), "3 channels"),
-    (lambda: SmolVLM(resample=9), "filter of Pillow"),
+    (lambda: SmolVLM(resample=9), "Pillow.s filters"),
     (lambda: SmolVLM(longest_edge=4097), "at most 4096"),
   ],
 )

@@ -10,7 +10,7 @@ def _module(name):
   return importlib.import_module(f"transformers.models.{name}")
 
 
-def _processor(files, backend):
+def image_processor(files, backend):
   """Their image processor; `backend` is "pil" or "torchvision"."""
   numbers = dict(files["preprocessor_config.json"])
   kind = numbers.pop("image_processor_type").removesuffix("ImageProcessor")
@@ -108,7 +108,7 @@ def process(files, image, backend="pil"):
 
   The grid of Gemma 3 is its number of crops.
   """
-  kind, processor = _processor(files, backend)
+  kind, processor = image_processor(files, backend)
   options = {"return_tensors": "np" if backend == "pil" else "pt"}
   if kind == "SmolVLM":
     options["return_row_col_info"] = True

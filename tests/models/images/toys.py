@@ -46,7 +46,11 @@ def _gemma3(size, pan=None, tokens=256, **other):
 
 def _gemma4(patch, pool, tokens):
   numbers = {"patch_size": patch, "pooling_kernel_size": pool, "do_normalize": False}
-  numbers |= {"max_soft_tokens": tokens, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+  numbers |= {
+    "max_soft_tokens": tokens,
+    "image_mean": [0.0] * 3,
+    "image_std": [1.0] * 3,
+  }
   return _files("Gemma4", numbers)
 
 

@@ -69,7 +69,7 @@ def read_processor(folder: str | os.PathLike[str]) -> Processor:
 
 
 def _read(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the numbers of the image processor, and under "processor" those beside it."""
+  """Returns the image processor's numbers, and the others under "processor"."""
   names = "processor_config.json", "preprocessor_config.json"
   files = {
     name: read_json(folder / name) for name in names if (folder / name).is_file()
@@ -99,6 +99,8 @@ def _settings(family: type[Processor], numbers: Mapping[str, Any]) -> dict[str, 
         f"{file} of {family.__name__}'s processor must have "
         f"{key.removeprefix('processor.')}: copy the files from the original model"
       )
+  if _look_up(numbers, "size.width") != _look_up(numbers, "size.height"):
+    raise ValueError(f"size is {numbers['size']}; expected a square")
   if not numbers.get("do_normalize", True):
     settings |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
   return settings

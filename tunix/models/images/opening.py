@@ -15,7 +15,6 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,10 @@ _DAMAGE = (
 )
 
 
+class _Refused(ValueError):
+  """An image that is whole but cannot be taken."""
+
+
 def open_image(
   source: str | os.PathLike[str] | bytes | np.ndarray | Any,
   *,
@@ -63,16 +66,33 @@ def open_image(
   """
   if isinstance(source, np.ndarray):
     return check_pixels(source, max_pixels=max_pixels)
-  name = _name(source)
-  with _opened(source, name) as image:
-    width, height = image.size
-    _check_size(name, height, width, max_pixels)
+  name, library = _name(source), pillow.module("Image")
+  turn = pillow.module("ImageOps").exif_transpose
+  with _file(source, name) as file:
     try:
+      is_open = isinstance(file, library.Image)
+      image = file if is_open else library.open(file, formats=FORMATS)
+      width, height = image.size
+      _check_size(name, height, width, max_pixels)
       image.load()
-      image = pillow.module("ImageOps").exif_transpose(image)
+      return _rgb(turn(image), name)
+    except _Refused:
+      raise
+    except library.UnidentifiedImageError as error:
+      raise ValueError(
+        f"{name} is no image that can be read; expected {', '.join(FORMATS)}. Convert "
+        "it, or save it again"
+      ) from error
+    except library.DecompressionBombError as error:
+      raise ValueError(
+        f"{name} is too large ({error}); expected 1 to {max_pixels} pixels. Make it "
+        "smaller"
+      ) from error
     except _DAMAGE as error:
-      raise _damaged(name, error) from error
-    return _rgb(image, name)
+      why = " ".join(str(error).split())[:200] or type(error).__name__
+      raise ValueError(
+        f"{name} is damaged ({why}): save it again from its source"
+      ) from error
 
 
 def check_pixels(
@@ -96,13 +116,13 @@ def check_pixels(
       "with the channels last"
     )
   if max_pixels is not None:
-    _check_size(name, *image.shape[:2], max_pixels)
+    _check_size(name, image.shape[0], image.shape[1], max_pixels)
   return image
 
 
 def _check_size(name: str, height: int, width: int, max_pixels: int) -> None:
   if not 0 < height * width <= max_pixels:
-    raise ValueError(
+    raise _Refused(
       f"{name} has {width} x {height} pixels; expected 1 to {max_pixels} pixels. Make "
       "it smaller, or raise max_pixels"
     )
@@ -119,32 +139,8 @@ def _name(source: Any) -> str:
   return "image"
 
 
-@contextlib.contextmanager
-def _opened(source: Any, name: str) -> Iterator[Any]:
-  """Opens the source as a Pillow image and reads no more than its header."""
-  library = pillow.module("Image")
-  if isinstance(source, library.Image):
-    yield source
-    return
-  with _file(source, name) as file:
-    try:
-      image = library.open(file, formats=FORMATS)
-    except library.DecompressionBombError as error:
-      raise ValueError(
-        f"{name} is too large ({error}); expected 1 to {MAX_PIXELS} pixels. Make it "
-        "smaller"
-      ) from error
-    except library.UnidentifiedImageError as error:
-      raise ValueError(
-        f"{name} is no image that can be read; expected {', '.join(FORMATS)}. Convert it"
-      ) from error
-    except _DAMAGE as error:
-      raise _damaged(name, error) from error
-    with image:
-      yield image
-
-
-def _file(source: Any, name: str) -> Any:
+def _file(source: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+  """Opens the file of a source; a Pillow image is returned as it is."""
   if isinstance(source, str):
     if start := _DATA_URI.match(source):
       return io.BytesIO(_decoded(source[start.end() :], name))
@@ -157,6 +153,8 @@ def _file(source: Any, name: str) -> Any:
     return io.BytesIO(source)
   if isinstance(source, str | os.PathLike):
     return open(source, "rb")
+  if isinstance(source, pillow.module("Image").Image):
+    return contextlib.nullcontext(source)
   raise TypeError(
     f"image is of type {type(source).__name__}; expected a path, a data URI, bytes, a "
     "Pillow image or an array"
@@ -170,25 +168,17 @@ def _decoded(text: str, name: str) -> bytes:
     raise ValueError(f"{name} is no base64 ({error}): encode the file again") from error
 
 
-def _damaged(name: str, error: Exception) -> ValueError:
-  why = " ".join(str(error).split())[:200] or type(error).__name__
-  return ValueError(f"{name} is damaged ({why}): save it again from its source")
-
-
 def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "Y X 3"]:
   if image.mode.startswith("I;16"):
     gray = (np.asarray(image) >> 8).astype(np.uint8)
     return np.repeat(gray[..., None], 3, axis=-1)
   if image.mode in ("I", "F"):
-    raise ValueError(
-      f"{name} has values of 32 bits (mode {image.mode!r}); expected 8 or 16 bits. Save "
-      "it with 8 bits a channel"
+    raise _Refused(
+      f"{name} has values of 32 bits (mode {image.mode!r}); expected 8 or 16 bits. "
+      "Save it with 8 bits a channel"
     )
-  try:
-    if image.has_transparency_data:
-      image = image.convert("RGBA")
-      white = pillow.module("Image").new("RGBA", image.size, "white")
-      image = pillow.module("Image").alpha_composite(white, image)
-    return np.asarray(image.convert("RGB"))
-  except _DAMAGE as error:
-    raise _damaged(name, error) from error
+  if image.has_transparency_data:
+    library, image = pillow.module("Image"), image.convert("RGBA")
+    white = library.new("RGBA", image.size, "white")
+    image = library.alpha_composite(white, image)
+  return np.asarray(image.convert("RGB"))

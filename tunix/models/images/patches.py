@@ -86,7 +86,7 @@ class Gemma4(_Patches):
     step = self.step
     factor = math.sqrt(self.max_soft_tokens * step**2 / (height * width))
     rows, columns = int(factor * height / step), int(factor * width / step)
-    # A side may be too short for one soft token. Then the image gets one row, or column.
+    # A side too short for one soft token still gets one row or column.
     if not rows:
       rows, columns = 1, min(width // height, self.max_soft_tokens)
     elif not columns:
@@ -182,8 +182,8 @@ class Pixtral(_Patches):
       height, width = math.floor(height / ratio), math.floor(width / ratio)
     if not height or not width:
       raise ValueError(
-        f"image is {ratio * self.longest_edge:.0f} pixels long and too narrow: no pixel "
-        f"of the shorter side is left at {self.longest_edge} pixels. Crop it"
+        f"image is too narrow: resized to {self.longest_edge} pixels, its longer side "
+        "leaves no pixel of the other one. Crop it"
       )
     # Up to whole soft tokens.
     rows, columns = (-(-n // self.step) for n in (height, width))

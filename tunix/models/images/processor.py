@@ -73,7 +73,7 @@ class Processor(abc.ABC):
         )
     if not 0 <= self.resample <= 5:
       raise ValueError(
-        f"resample is {self.resample}; expected the number of a filter of Pillow, 0 to 5"
+        f"resample is {self.resample}; expected 0 to 5, a number of Pillow's filters"
       )
 
   def __call__(self, image: UInt8[np.ndarray, "Y X 3"]) -> Pixels:
@@ -118,5 +118,5 @@ class Processor(abc.ABC):
   def scaled(self, levels: UInt8[np.ndarray, "*n 3"]) -> Float32[np.ndarray, "*n 3"]:
     """Returns the values of levels, rounded as float32 after each step."""
     table = (np.arange(256) * self.scale).astype(np.float32)[:, None]
-    mean, std = np.float32(self.mean), np.float32(self.std)
+    mean, std = (np.asarray(x, np.float32) for x in (self.mean, self.std))
     return ((table - mean) / std)[levels, np.arange(3)]
