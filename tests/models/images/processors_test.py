@@ -115,8 +115,8 @@ def test_resizing_a_row_by_hand():
     (lambda: Qwen3VL(patch_size=1.5), "patch_size"),
     (lambda: Pixtral(std=(1.0, 0.0, 1.0)), "std"),
     (lambda: Gemma4(mean=(0.0, 0.0)), "3 channels"),
-    (lambda: SmolVLM(resample=9), "Pillow.s filters"),
-    (lambda: SmolVLM(longest_edge=4097), "at most 4096"),
+    (lambda: SmolVLM(resample=9), "resample is 9"),
+    (lambda: SmolVLM(longest_edge=4097), "longest_edge is 4097"),
   ],
 )
 def test_refused_numbers(make, message):

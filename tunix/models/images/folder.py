@@ -22,6 +22,15 @@ PROCESSORS: Mapping[str, type[Processor]] = {
   "SmolVLMImageProcessor": SmolVLM,
 }
 
+# Field -> its key in the files, with dots between levels. Keys of families that open
+# with "processor." are at the top level of processor_config.json.
+_KEYS: Mapping[str, str] = {
+  "mean": "image_mean",
+  "std": "image_std",
+  "scale": "rescale_factor",
+  "resample": "resample",
+}
+
 # Key -> the values with which a processor works. An absent key is accepted.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   "do_resize": (True, None),
@@ -89,7 +98,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
 def _settings(family: type[Processor], numbers: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the fields of a family's processor."""
   settings: dict[str, Any] = {}
-  for field, key in family.KEYS.items():
+  for field, key in {**_KEYS, **family.KEYS}.items():
     value = _look_up(numbers, key)
     if value is not None:
       settings[field] = tuple(value) if isinstance(value, list) else value

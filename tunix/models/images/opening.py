@@ -55,7 +55,7 @@ def open_image(
     source: a path, a data URI ("data:image/png;base64,..."), the bytes of a file, a
       Pillow image, or a uint8 array [height, width, 3], which is returned as it is.
     max_pixels: largest accepted height times width. It is compared before the pixels
-      are read.
+      are read. Pillow itself refuses files of more than 178,956,970 pixels.
 
   Raises:
     FileNotFoundError: the path does not exist.

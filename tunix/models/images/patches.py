@@ -74,9 +74,7 @@ class Gemma4(_Patches):
   max_soft_tokens: int = 280
 
   PLACEHOLDER: ClassVar = "<|image|>"
-  COUNTS: ClassVar = ("patch_size", "merge_size", "max_soft_tokens")
   KEYS: ClassVar = {
-    **Processor.KEYS,
     "patch_size": "patch_size",
     "merge_size": "pooling_kernel_size",
     "max_soft_tokens": "max_soft_tokens",
@@ -113,9 +111,7 @@ class Qwen3VL(_Patches):
   max_pixels: int = 16_777_216
 
   PLACEHOLDER: ClassVar = "<|image_pad|>"
-  COUNTS: ClassVar = ("patch_size", "merge_size", "min_pixels", "max_pixels")
   KEYS: ClassVar = {
-    **Processor.KEYS,
     "patch_size": "patch_size",
     "merge_size": "merge_size",
     "min_pixels": "size.shortest_edge",
@@ -168,9 +164,7 @@ class Pixtral(_Patches):
   longest_edge: int = 1540
 
   PLACEHOLDER: ClassVar = "[IMG]"
-  COUNTS: ClassVar = ("patch_size", "merge_size", "longest_edge")
   KEYS: ClassVar = {
-    **Processor.KEYS,
     "patch_size": "processor.patch_size",
     "merge_size": "processor.spatial_merge_size",
     "longest_edge": "size.longest_edge",

@@ -52,29 +52,20 @@ class Processor(abc.ABC):
 
   # Text that stands for one image in the output of the family's chat template.
   PLACEHOLDER: ClassVar[str]
-  # Fields that count something.
-  COUNTS: ClassVar[tuple[str, ...]]
-  # Field -> its key in the folder's files, with dots between levels. "processor." is
-  # the top level of processor_config.json; all others belong to the image processor.
-  KEYS: ClassVar[Mapping[str, str]] = {
-    "mean": "image_mean",
-    "std": "image_std",
-    "scale": "rescale_factor",
-    "resample": "resample",
-  }
+  # The family's fields -> their keys in a model folder's files, see folder.py.
+  KEYS: ClassVar[Mapping[str, str]]
 
   def __post_init__(self):
-    counts = dict.fromkeys(self.COUNTS, checks.COUNT)
-    checks.fields(self, scale=checks.POSITIVE, std=checks.POSITIVE, **counts)
+    # All integers count something, but for the number of the filter.
+    found = dataclasses.fields(self)
+    ranges = {field.name: checks.COUNT for field in found if field.type == "int"}
+    ranges |= {"resample": checks.Range(0, 5), "std": checks.POSITIVE}
+    checks.fields(self, scale=checks.POSITIVE, **ranges)
     for field in ("mean", "std"):
       if len(getattr(self, field)) != 3:
         raise ValueError(
           f"{field} is {getattr(self, field)}; expected a number for each of 3 channels"
         )
-    if not 0 <= self.resample <= 5:
-      raise ValueError(
-        f"resample is {self.resample}; expected 0 to 5, a number of Pillow's filters"
-      )
 
   def __call__(self, image: UInt8[np.ndarray, "Y X 3"]) -> Pixels:
     """Resizes, cuts and scales one image.

@@ -15,6 +15,7 @@ import numpy as np
 
 from tunix.models.images import pillow
 from tunix.models.images.processor import Processor
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,7 @@ class _Squares(Processor):
     return (1 + grid[0] * grid[1]) * self.tokens_per_square
 
   def values(self, image: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
-    squares = [self.scaled(square) for square in self.squares(image, *grid)]
-    return np.stack(squares)
+    return np.stack([self.scaled(x) for x in self.squares(image, *grid)])
 
   @abc.abstractmethod
   def squares(self, image: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
@@ -62,9 +62,7 @@ class Gemma3(_Squares):
   min_ratio: float = 1.2
 
   PLACEHOLDER: ClassVar = "<start_of_image>"
-  COUNTS: ClassVar = ("size", "tokens_per_square", "min_crop_size", "max_num_crops")
   KEYS: ClassVar = {
-    **Processor.KEYS,
     "size": "size.height",
     "tokens_per_square": "processor.image_seq_length",
     "pan_and_scan": "do_pan_and_scan",
@@ -103,10 +101,6 @@ class Gemma3(_Squares):
     return image
 
 
-# Above this edge, the library of the published models resizes once more.
-_SMOLVLM_LARGEST = 4096
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVLM(_Squares):
   """The processor of SmolVLM2 (arXiv:2504.05299) and of SmolVLM.
@@ -127,9 +121,7 @@ class SmolVLM(_Squares):
   split: bool = True
 
   PLACEHOLDER: ClassVar = "<image>"
-  COUNTS: ClassVar = ("tokens_per_square", "longest_edge", "tile")
   KEYS: ClassVar = {
-    **Processor.KEYS,
     "tokens_per_square": "processor.image_seq_len",
     "longest_edge": "size.longest_edge",
     "tile": "max_image_size.longest_edge",
@@ -138,15 +130,14 @@ class SmolVLM(_Squares):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.longest_edge > _SMOLVLM_LARGEST:
-      raise ValueError(
-        f"longest_edge is {self.longest_edge}; expected at most {_SMOLVLM_LARGEST}. "
-        "Lower it"
-      )
+    # Above this, the published models' own processor resizes once more.
+    checks.fields(self, longest_edge=checks.Range(1, 4096))
 
   def size(self, height: int, width: int) -> tuple[int, int]:
-    """Returns the height and width after the first resize: the longer edge is
-    `longest_edge`, and the other one is even unless it is the longer edge too."""
+    """Returns the height and width after the first resize.
+
+    The longer edge is `longest_edge`. The other one is rounded up to an even number.
+    """
     ratio = width / height
     if width >= height:
       other = int(self.longest_edge / ratio)
