@@ -57,3 +57,8 @@ def test_refused_files(files, message, tmp_path):
 def test_a_folder_without_files(tmp_path):
   with pytest.raises(FileNotFoundError, match="copy both"):
     read_processor(tmp_path)
+
+
+def test_numbers_of_a_normalization_that_is_off_are_not_used(tmp_path):
+  found = read_processor(toys.write(tmp_path, change("qwen", do_normalize=False)))
+  assert found.mean == (0.0, 0.0, 0.0) and found.std == (1.0, 1.0, 1.0)
