@@ -176,9 +176,9 @@ def _warn_of_tokens(folders: Sequence[pathlib.Path]) -> None:
   tokens = sorted(dict(ours.items() ^ theirs.items())) if ours and theirs else []
   if tokens:
     _log.warning(
-      "%d tokens have other ids in %s and %s, such as %s: rows of the embedding that "
-      "mean different tokens are merged",
-      *(len(tokens), *folders, ", ".join(map(repr, tokens[:3]))),
+      "%s and %s have different ids for %s (%d tokens in all): rows of the embedding "
+      "that mean different tokens are merged",
+      *(*folders, ", ".join(map(repr, tokens[:3])), len(tokens)),
     )
 
 

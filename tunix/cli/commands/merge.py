@@ -74,7 +74,7 @@ def merge(
     )
   if len(models) < 2 or (method == "slerp" and len(models) > 2):
     expected = "exactly 2" if method == "slerp" else "2 or more"
-    raise ValueError(f"{len(models)} models are given; {method} merges {expected}")
+    raise ValueError(f"models are {len(models)} in number; {method} merges {expected}")
   if "weights" in options:
     options["weights"] = _weights(weights, len(models), method, any(are_adapters))
   if any(are_adapters):
@@ -127,7 +127,7 @@ def _weights(
     expected = f"{count} numbers, one for each model"
   elif not any(values) or (method == "ties" and min(values) < 0):
     expected = "one that is not 0, and for ties none below 0"
-  elif method == "linear" and not are_adapters and abs(math.fsum(values) - 1) > 0.01:
+  elif method == "linear" and not are_adapters and abs(math.fsum(values) - 1) > 0.005:
     expected = "the sum 1, because another sum scales the whole model"
   if expected is not None:
     raise ValueError(f"weights are {values}; expected {expected}")
