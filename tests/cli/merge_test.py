@@ -9,6 +9,7 @@ import pytest
 from safetensors import numpy as st
 
 import tunix
+from tests import toys_text
 from tests.cli import runs
 from tests.models import checkpoints
 from tunix.models import lora, safetensors_saver
@@ -16,7 +17,6 @@ from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
 
 GOLDEN = checkpoints.GOLDEN / "llama3p1"
-TOKENS = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def models(tmp_path_factory):
       for key, x in base.items()
     }
     st.save_file(values, folder / name / "model.safetensors")
-    (folder / name / "tokenizer.json").write_text(json.dumps(TOKENS))
+    toys_text.chat_tokenizer("chatml").save(folder / name)
     (folder / name / "chat_template.jinja").write_text(f"template of {name}")
   return folder
 
@@ -198,15 +198,16 @@ def test_models_that_do_not_fit_are_refused(message, models, tmp_path):
   assert list(tmp_path.iterdir()) == [other]
 
 
-@pytest.mark.parametrize("unigram", [True, False])
-def test_other_token_ids_are_a_warning(unigram, models, tmp_path, caplog):
+def test_other_token_ids_are_a_warning(models, tmp_path, caplog):
   other = checkpoints.copy("llama3p1", tmp_path / "other")
-  table = [["a", -1.0], ["b", -2.0]] if unigram else {"a": 0, "b": 1}
-  added = [{"content": "<x>", "id": 2}]
-  values = {"model": {"vocab": table}, "added_tokens": added}
+  values = json.loads((models / "a" / "tokenizer.json").read_text())
+  last = values["added_tokens"][-1]
+  text, last["content"] = last["content"], "<other>"
   (other / "tokenizer.json").write_text(json.dumps(values))
-  tunix.merge([models / "a", other], tmp_path / "m")
-  assert "different ids for '<x>' (1 tokens in all)" in caplog.text
+  tunix.merge([models / "a", models / "a"], tmp_path / "m")
+  assert not caplog.text
+  tunix.merge([models / "a", other], tmp_path / "n")
+  assert f"different ids for {text!r}, '<other>' (2 tokens in all)" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import pathlib
 import shutil
 import zlib
@@ -17,8 +16,6 @@ from tunix.models.files import sums as file_sums, tensor_files
 from tunix.models.files.stored_tensor import DTYPES, StoredTensor
 from tunix.models.files.tensor_files import NewTensor
 from tunix.models.gguf import tensors as gguf_tensors
-
-_log = logging.getLogger(__name__)
 
 _FLOATS = {DTYPES[code] for code in ("F16", "BF16", "F32", "F64")}
 # Below this sine of the angle, `slerp` would divide rounding errors by each other.
@@ -105,16 +102,14 @@ def merge_folders(
     base: folder of the base of ties and dare.
 
   Raises:
-    FileNotFoundError: a folder lacks weights or config.json.
-    ValueError: the models have different tensors, or one is quantized.
-    OSError: the disk is full or not writable.
+    FileNotFoundError, ValueError: a folder lacks files, is quantized, or has other
+      tensors than the first one.
   """
   places = [*folders, *([] if base is None else [base])]
   models = [_open(folder) for folder in places]
   first = models[0]
   for folder, model in zip(places[1:], models[1:]):
     _require_same([places[0], folder], [first, model])
-    _warn_of_tokens([places[0], folder])
 
   def read(name: str) -> np.ndarray:
     values = [np.asarray(model[name].map(), np.float32) for model in models]
@@ -169,24 +164,3 @@ def _require_same(
       f"{folders[0]} and {folders[1]} differ: {', '.join(wrong[:3])}{rest}. Give "
       "models that were trained from one base"
     )
-
-
-def _warn_of_tokens(folders: Sequence[pathlib.Path]) -> None:
-  ours, theirs = (_token_ids(folder) for folder in folders)
-  tokens = sorted(dict(ours.items() ^ theirs.items())) if ours and theirs else []
-  if tokens:
-    _log.warning(
-      "%s and %s have different ids for %s (%d tokens in all): rows of the embedding "
-      "that mean different tokens are merged",
-      *(*folders, ", ".join(map(repr, tokens[:3])), len(tokens)),
-    )
-
-
-def _token_ids(folder: pathlib.Path) -> dict[str, int]:
-  """Returns {token: id} of `tokenizer.json`; empty without this file."""
-  file = folder / "tokenizer.json"
-  values = tensor_files.read_json(file) if file.is_file() else {}
-  vocabulary = values.get("model", {}).get("vocab", {})
-  if isinstance(vocabulary, list):  # a Unigram model has pairs (token, score)
-    vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-  return vocabulary | {x["content"]: x["id"] for x in values.get("added_tokens", [])}

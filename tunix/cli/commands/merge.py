@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pathlib
@@ -10,9 +11,12 @@ from typing import Any
 
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.run import folder as run_folder
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, merging
 from tunix.models.adapters import files as adapter_files, merging as adapter_merging
 from tunix.utils import checks
+
+_log = logging.getLogger(__name__)
 
 # Method -> (formula, its options and their defaults).
 _METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -62,6 +66,10 @@ def merge(
   """
   given = {"base": base, "weights": weights, "t": t, "density": density, "seed": seed}
   options = _options(method, given)
+  checks.listed("models", models, object)
+  if len(models) < 2 or (method == "slerp" and len(models) > 2):
+    expected = "exactly 2" if method == "slerp" else "2 or more"
+    raise ValueError(f"models are {len(models)} in number; {method} merges {expected}")
   target = pathlib.Path(output).expanduser()
   if target.is_dir() and any(target.iterdir()):
     raise ValueError(f"output is {output}, which is not empty; give a new folder")
@@ -72,9 +80,6 @@ def merge(
       f"{models[are_adapters.index(True)]} is an adapter; expected models, or only "
       "adapters with the method linear. `tunix export --kind merged` writes a model"
     )
-  if len(models) < 2 or (method == "slerp" and len(models) > 2):
-    expected = "exactly 2" if method == "slerp" else "2 or more"
-    raise ValueError(f"models are {len(models)} in number; {method} merges {expected}")
   if "weights" in options:
     options["weights"] = _weights(weights, len(models), method, any(are_adapters))
   if any(are_adapters):
@@ -82,12 +87,28 @@ def merge(
     return
   origin = options.pop("base", None)
   origin = None if origin is None else _resolved(origin)
+  for folder in folders[1:]:
+    _warn_of_tokens(folders[0], folder)
   merging.merge_folders(folders, target, _METHODS[method][0], options, origin)
 
 
 def _resolved(name: Name) -> pathlib.Path:
   model, adapter = run_folder.export_of(str(name), None)
   return automodel.resolve_folder(adapter or model)
+
+
+def _warn_of_tokens(*folders: pathlib.Path) -> None:
+  """Logs a warning if the `tokenizer.json` of two folders differ in tokens."""
+  if not all((folder / "tokenizer.json").is_file() for folder in folders):
+    return
+  loaded = [TokenizerAdapter.from_pretrained(folder).tokenizer for folder in folders]
+  ours, theirs = (tokenizer.get_vocab().items() for tokenizer in loaded)
+  if tokens := sorted(dict(ours ^ theirs)):
+    _log.warning(
+      "%s and %s have different ids for %s (%d tokens in all): rows of the embedding "
+      "that mean different tokens are merged",
+      *(*folders, ", ".join(map(repr, tokens[:3])), len(tokens)),
+    )
 
 
 def _options(method: str, given: dict[str, Any]) -> dict[str, Any]:
