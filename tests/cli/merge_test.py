@@ -69,6 +69,21 @@ def test_a_merged_folder_is_read_back(models, tmp_path, capsys, monkeypatch):
   np.testing.assert_array_equal(table, merged["model.embed_tokens.weight"])
 
 
+def test_a_run_means_its_export(models, tmp_path):
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.yaml").write_text("job: sft\n")
+  (run / "export").symlink_to(models / "a")
+  tunix.merge([run, models / "b"], tmp_path / "m", weights=[1, 0])
+  merged, a = (checkpoints.tensors(x) for x in (tmp_path / "m", models / "a"))
+  assert all(merged[key].tobytes() == a[key].tobytes() for key in a)
+  (run / "export").unlink()
+  (run / "export").symlink_to(GOLDEN / "adapter")
+  (run / "config.yaml").write_text(f"job: sft\nmodel:\n  path: {GOLDEN}\n")
+  tunix.merge([run, GOLDEN / "adapter"], tmp_path / "adapter")
+  assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
 @pytest.mark.parametrize("method", ["ties", "dare"])
 def test_differences_are_added_to_the_base(method, models, tmp_path):
   """With one model in effect and a density of 1, the merge is this model."""

@@ -131,19 +131,28 @@ def write_adapter(folder, names, rank, size=6, **fields):
   return folder
 
 
-@pytest.mark.parametrize("targets", [["q", "v"], r"layers\..*"])
-def test_adapters_are_merged_exactly(targets, tmp_path):
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"target_modules": ["q", "v"]},
+    {"target_modules": r"layers\..*"},
+    {"target_modules": ["q"], "layers_to_transform": [0, 1]},
+  ],
+)
+def test_adapters_are_merged_exactly(fields, tmp_path):
   """Ranks, scales and modules differ, and some modules are in one adapter only."""
   one, two, three = ("layers.0.q", "layers.1.q", "layers.0.v")
   pair = [
-    write_adapter(tmp_path / "a", [one, two], 2, target_modules=targets),
-    write_adapter(tmp_path / "b", [one, three], 3, use_rslora=True),
+    write_adapter(tmp_path / "a", [one, two], 2, use_rslora=True, **fields),
+    write_adapter(tmp_path / "b", [one, three], 3),
   ]
   adapter_merging.merge_adapters(pair, tmp_path / "c", [0.5, -2])
   peft = json.loads((tmp_path / "c" / "adapter_config.json").read_text())
-  merged = {one, two, three} if isinstance(targets, str) else {"q", "v", one, three}
-  assert peft["target_modules"] == sorted(merged)
-  for name in (one, two, three):
+  names = {one, two, three}
+  are_ends = fields["target_modules"] == ["q", "v"]
+  assert peft["target_modules"] == sorted({"q", "v", one, three} if are_ends else names)
+  assert not peft["layers_to_transform"]
+  for name in names:
     expected = 0.5 * product(pair[0], name) - 2 * product(pair[1], name)
     np.testing.assert_allclose(product(tmp_path / "c", name), expected, atol=1e-5)
 
