@@ -72,7 +72,9 @@ def _trimmed(delta: np.ndarray, density: float) -> np.ndarray:
   return np.where(size >= least, delta, np.float32(0))
 
 
-def dare(deltas: Arrays, weights: Weights, density: float, seed: Any) -> np.ndarray:
+def dare(
+  deltas: Arrays, weights: Weights, density: float, seed: int | Sequence[int]
+) -> np.ndarray:
   """Returns the DARE merge of differences from a base (Yu et al. 2023, 2311.03099).
 
   Each entry is kept with probability `density`, which is 1 - p of the paper, and

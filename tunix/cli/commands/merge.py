@@ -6,8 +6,10 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.run import folder as run_folder
@@ -19,7 +21,7 @@ from tunix.utils import checks
 _log = logging.getLogger(__name__)
 
 # Method -> (formula, its options and their defaults).
-_METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+_METHODS: dict[str, tuple[Callable[..., np.ndarray], dict[str, Any]]] = {
   "linear": (merging.linear, {"weights": None}),
   "slerp": (merging.slerp, {"t": 0.5}),
   "ties": (merging.ties, {"base": None, "weights": None, "density": 0.5}),
@@ -143,14 +145,14 @@ def _weights(
     return [1 / count] * count
   checks.listed("weights", weights, float)
   values = [float(w) for w in weights]
-  expected = None
+  expected = ""
   if len(values) != count:
     expected = f"{count} numbers, one for each model"
   elif not any(values) or (method == "ties" and min(values) < 0):
     expected = "one that is not 0, and for ties none below 0"
   elif method == "linear" and not are_adapters and abs(math.fsum(values) - 1) > 0.005:
     expected = "the sum 1, because another sum scales the whole model"
-  if expected is not None:
+  if expected:
     raise ValueError(f"weights are {values}; expected {expected}")
   return values
 
