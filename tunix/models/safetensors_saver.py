@@ -117,7 +117,7 @@ def save_pretrained(
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
     if not together or jax.process_index() == 0:
       if origin is not None:
-        _copy_companions(origin, staging)
+        copy_companions(origin, staging)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.report_errors(errors, None, _log)
 
@@ -204,7 +204,8 @@ def _unknown_fields(
   return extra
 
 
-def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+def copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the files of a model that are neither weights nor `config.json`."""
   for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
     target = folder / file.relative_to(origin)
     target.parent.mkdir(exist_ok=True)
