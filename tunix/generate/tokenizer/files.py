@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.utils import io, text_files
@@ -46,6 +46,24 @@ class TokenizerFiles:
   added_tokens: dict[int, dict[str, Any]]
   chat_template: ChatTemplates | None
   eos_ids: tuple[int, ...]
+
+  def with_added(self, rust: Any, tokens: Sequence[Any]) -> TokenizerFiles:
+    """Returns the files with more tokens in `added_tokens_decoder`, if there is one.
+
+    Args:
+      rust: a `tokenizers.Tokenizer` that has the tokens.
+      tokens: `tokenizers.AddedToken` objects.
+    """
+    if not self.added_tokens:
+      return self
+    names = ("content", *ADDED_TOKEN_FLAGS)
+    listed = {
+      str(rust.token_to_id(token.content)): {n: getattr(token, n) for n in names}
+      for token in tokens
+    }
+    listed = {**self.config["added_tokens_decoder"], **listed}
+    config = {**self.config, "added_tokens_decoder": listed}
+    return dataclasses.replace(self, config=config)
 
 
 def read_folder(folder: pathlib.Path) -> TokenizerFiles:

@@ -1,0 +1,239 @@
+"""Trained rows of single tokens beside adapters: PEFT's `trainable_token_indices`.
+
+PEFT keeps the rows, not their change, in one tensor for each table. The tensors are
+"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta" and the same
+of an untied `lm_head`, see
+https://huggingface.co/docs/peft/package_reference/trainable_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tunix.models import new_tokens
+from tunix.models.adapters import whole_files
+from tunix.models.families import Family
+from tunix.models.files.tensor_files import NewTensor, StoredTensor
+from tunix.models.transformer import params
+from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.token_rows import TokenRows, written
+from tunix.utils import mesh as mesh_lib
+
+FIELD = "trainable_token_indices"
+_TENSOR = ".token_adapter.trainable_tokens_delta"
+# Parameter of the rows -> the frozen parameter that they replace.
+TABLES = {
+  "token_rows.lora_input": "embed_tokens.embedding",
+  "token_rows.lora_output": "lm_head.kernel",
+}
+
+
+def of(model: Transformer) -> dict[str, nnx.LoRAParam]:
+  """Returns the trained rows by path, a part of the keys of `TABLES`."""
+  rows = model.token_rows
+  if rows is None:
+    return {}
+  values = zip(TABLES, (rows.lora_input, rows.lora_output))
+  return {path: value for path, value in values if value is not None}
+
+
+def check(model: Transformer, ids: Sequence[int], whole: Sequence[str] = ()) -> None:
+  """Refuses ids that are no tokens of the model, or whose rows cannot be trained.
+
+  Args:
+    model: the model.
+    ids: the token ids.
+    whole: paths of modules that are trained whole.
+
+  Raises:
+    ValueError: names the id, or the module.
+  """
+  size = model.config.vocab_size
+  if ids and (both := sorted({"embed_tokens", "lm_head"} & set(whole))):
+    raise ValueError(
+      f"{FIELD} is set and modules_to_save has {both[0]}, which trains all rows. Name "
+      "both embed_tokens and lm_head there, or neither"
+    )
+  if wrong := [i for i in ids if not 0 <= i < size] or _repeated(ids):
+    raise ValueError(
+      f"{FIELD} has {wrong[0]}; expected different ids from 0 to {size - 1}"
+    )
+
+
+def _repeated(ids: Sequence[int]) -> list[int]:
+  return [i for n, i in enumerate(ids) if i in ids[:n]]
+
+
+def attach(model: Transformer, ids: Sequence[int], dtype: DTypeLike) -> None:
+  """Makes the rows of some tokens trainable, in place.
+
+  Args:
+    model: a model that shares no modules with another one.
+    ids: the token ids; none changes nothing.
+    dtype: dtype of the trained rows. They begin with the numbers of the model's rows.
+
+  Raises:
+    ValueError: see `check`.
+  """
+  if not ids:
+    return
+  check(model, ids)
+  ids = tuple(sorted(ids))
+  head = None if model.lm_head is None else model.lm_head.kernel
+  if not isinstance(head, nnx.Param | None):
+    raise ValueError(f"{FIELD} is set and lm_head is quantized: leave it unquantized")
+  output = None if head is None else _rows(head, ids, dtype, tied=False)
+  rows = _rows(model.embed_tokens.embedding, ids, dtype, tied=True)
+  model.token_rows = nnx.data(TokenRows(ids, rows, output))
+
+
+def _rows(
+  table: nnx.Param, ids: tuple[int, ...], dtype: DTypeLike, *, tied: bool
+) -> nnx.LoRAParam:
+  """Returns rows [n, D] of a table [V, D], or [D, V] if not `tied`."""
+  axis = 1 if tied else 0  # of D
+  spec = (None, table.get_metadata("out_sharding")[axis])
+  value, mesh, where = table.get_value(), mesh_lib.mesh_of(table), None
+  if mesh is not None:
+    value = mesh_lib.onto(value, mesh)
+    shape = (len(ids), value.shape[axis])
+    where = mesh_lib.sharding_of_spec(spec, shape, mesh)
+  take = jax.jit(
+    lambda x: (x if tied else x.T)[np.array(ids)].astype(dtype), out_shardings=where
+  )
+  return nnx.LoRAParam(take(value), out_sharding=spec, eager_sharding=False)
+
+
+def merge(model: Transformer) -> None:
+  """Writes the trained rows into the tables of a model, in place."""
+  rows = model.token_rows
+  if rows is None:
+    return
+  embed, head = model.embed_tokens, model.lm_head
+  embed.embedding = new_tokens.changed(
+    embed.embedding, lambda x, r: written(x, rows.ids, r), rows.lora_input.get_value()
+  )
+  if rows.lora_output is not None:
+    assert head is not None and isinstance(head.kernel, nnx.Param)
+    kernel = new_tokens.changed(
+      head.kernel,
+      lambda x, r: written(x.T, rows.ids, r).T,
+      rows.lora_output.get_value(),
+    )
+    head.kernel = nnx.data(kernel)
+  model.token_rows = nnx.data(None)
+
+
+def merged(model: Transformer) -> Transformer:
+  """Returns the model with its trained rows written; the model itself without any."""
+  if getattr(model, "token_rows", None) is None:
+    return model
+  out = nnx.clone(model)
+  merge(out)
+  return out
+
+
+def _module(model: Transformer, family: Family, path: str) -> str:
+  """Returns Hugging Face's name of the module whose rows a parameter replaces."""
+  key = params.place(family.names, TABLES[path], model.config).keys[0]
+  return whole_files.module_of(key)
+
+
+def peft_fields(model: Transformer, family: Family) -> dict[str, Any]:
+  """Returns the field of `adapter_config.json`; {} for a model without trained rows.
+
+  A list selects the embedding, and a tied unembedding with it. A dict names modules.
+  """
+  rows = of(model)
+  if model.token_rows is None:
+    return {}
+  ids = list(model.token_rows.ids)
+  if len(rows) == 1 and model.lm_head is None:
+    return {FIELD: ids}
+  names = (_module(model, family, path).rpartition(".")[2] for path in rows)
+  return {FIELD: dict.fromkeys(names, ids)}
+
+
+def tensors(model: Transformer, family: Family) -> Iterator[NewTensor]:
+  """Yields the tensors of the trained rows."""
+  for path, variable in of(model).items():
+    value = mesh_lib.to_host(variable.get_value())
+    name = whole_files.PREFIX + _module(model, family, path) + _TENSOR
+    yield NewTensor(name, value.dtype, value.shape, lambda value=value: value)
+
+
+def read(
+  model: Transformer,
+  family: Family,
+  stored: dict[str, StoredTensor],
+  peft: Mapping[str, Any],
+) -> dict[str, np.ndarray]:
+  """Returns the rows of a PEFT folder by path, as in `of`.
+
+  Args:
+    model: the model that the adapter is loaded into.
+    family: the kind of model.
+    stored: the tensors of the adapter's file. The tensors of the rows are removed.
+    peft: the contents of `adapter_config.json`.
+
+  Raises:
+    ValueError: see `ids_of`, or a tensor is missing or of another shape.
+  """
+  out, ids = {}, ids_of(peft)
+  for path in TABLES if ids else ():
+    if path == "token_rows.lora_output" and model.lm_head is None:
+      continue
+    name = whole_files.PREFIX + _module(model, family, path) + _TENSOR
+    # PEFT's list selects the embedding only.
+    if path == "token_rows.lora_input" or name in stored:
+      shape = (len(ids), model.config.embed_dim)
+      out[path] = whole_files.read_tensor(stored, name, shape)
+      del stored[name]
+  return out
+
+
+def ids_of(peft: Mapping[str, Any]) -> tuple[int, ...]:
+  """Returns the token ids of `adapter_config.json`, in the order of the stored rows.
+
+  Raises:
+    ValueError: two modules have different ids, or a value is no id.
+  """
+  field = peft.get(FIELD) or []
+  lists = list(field.values()) if isinstance(field, dict) else [field]
+  first = lists[0]
+  is_list = isinstance(first, list) and all(type(i) is int and i >= 0 for i in first)
+  if not is_list or any(other != first for other in lists):
+    raise ValueError(
+      f"{FIELD} is {field!r:.80}; expected one list of ids for all modules. "
+      "Merge the adapter with PEFT, and load the merged model"
+    )
+  # PEFT stores the rows in ascending order of the ids.
+  return tuple(first)
+
+
+def load(
+  model: Transformer, ids: tuple[int, ...], rows: Mapping[str, np.ndarray]
+) -> None:
+  """Attaches stored rows to a model, in place.
+
+  Args:
+    model: a model that shares no modules with another one.
+    ids: see `ids_of`.
+    rows: what `read` returned.
+  """
+  if not rows:
+    return
+  order = np.argsort(ids)
+  attach(model, ids, next(iter(rows.values())).dtype)
+  assert model.token_rows is not None
+  if "token_rows.lora_output" not in rows:
+    model.token_rows.lora_output = nnx.data(None)
+  for path, variable in of(model).items():
+    where = variable.get_value().sharding
+    variable.set_value(jax.device_put(rows[path][order], where))

@@ -1,0 +1,86 @@
+"""Rows of an embedding for tokens that were added to the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.models.transformer.dense.layers import param
+from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import sharding
+from tunix.models.transformer.token_rows import written
+from tunix.utils import mesh as mesh_lib
+
+
+def with_rows(model: Transformer, ids: Iterable[int]) -> Transformer:
+  """Returns a model with fresh embeddings of new tokens.
+
+  Each one is the mean of the rows before the first new id, so that a new token has the
+  probability of an average one (Hewitt 2021, "Initializing New Word Embeddings for
+  Pretrained Language Models"). Rows that the embedding has already are used. Otherwise
+  the embedding and an untied unembedding grow to the last new id. All other weights are
+  shared.
+
+  Args:
+    model: the model. It is unchanged.
+    ids: ids of the new tokens; none returns the model itself.
+
+  Raises:
+    ValueError: an id is 0 or less. Or the model has vectors of the tokens for each
+      layer, which new tokens would lack.
+  """
+  new = sorted(ids)
+  if not new:
+    return model
+  if new[0] < 1:
+    raise ValueError(f"a new token has the id {new[0]}; expected an id above 0")
+  c = model.config
+  if model.layer_inputs is not None:
+    raise ValueError(
+      "this model has vectors of the tokens for each layer (layer_input_dim is "
+      f"{c.layer_input_dim}), which new tokens lack. Use tokens of its vocabulary"
+    )
+  out = nnx.clone(model)
+  out.config = dataclasses.replace(c, vocab_size=max(c.vocab_size, new[-1] + 1))
+  size, table = out.config.vocab_size, out.embed_tokens.embedding
+  out.embed_tokens.embedding = _extended(table, new, size, tied=True)
+  if out.lm_head is not None:
+    kernel = out.lm_head.kernel
+    if not isinstance(kernel, nnx.Param):
+      raise ValueError(
+        "lm_head is quantized, so it cannot get rows of new tokens. Load the model "
+        "without quantization of lm_head"
+      )
+    out.lm_head.kernel = nnx.data(_extended(kernel, new, size, tied=False))
+  return sharding.on_users_mesh(out)
+
+
+def _extended(variable: nnx.Param, ids: list[int], size: int, *, tied: bool):
+  """Returns a table [V, D] (or [D, V] if not `tied`) with `size` rows."""
+
+  def build(table):
+    rows = table if tied else table.T
+    mean = jnp.mean(rows[: ids[0]].astype(jnp.float32), axis=0)
+    room = jnp.zeros((size - rows.shape[0], rows.shape[1]), rows.dtype)
+    new = jnp.broadcast_to(mean, (len(ids), mean.shape[0]))
+    rows = written(jnp.concatenate([rows, room]), ids, new)
+    return rows if tied else rows.T
+
+  return changed(variable, build)
+
+
+def changed(
+  variable: nnx.Param, build: Callable[..., jax.Array], *arrays: jax.Array
+) -> nnx.Param:
+  """Returns a parameter with the value build(value, *arrays), laid out like the old."""
+  spec, mesh = variable.get_metadata("out_sharding"), mesh_lib.mesh_of(variable)
+  inputs, where = (variable.get_value(), *arrays), None
+  if mesh is not None:
+    inputs = mesh_lib.onto(inputs, mesh)
+    shape = jax.eval_shape(build, *inputs).shape
+    where = mesh_lib.sharding_of_spec(spec, shape, mesh)
+  return param(jax.jit(build, out_shardings=where)(*inputs), spec)
