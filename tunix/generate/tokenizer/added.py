@@ -44,5 +44,7 @@ def extended(backend: Backend, texts: Sequence[str]) -> tuple[Backend, dict[str,
   """
   check(texts)
   new = [text for text in texts if backend.id_of(text) is None]
+  if not new:
+    return backend, {}
   made = backend.extended([tokenizer_loading.added_token(text) for text in new])
   return made, {text: made.named("add_tokens", text).id or 0 for text in new}
