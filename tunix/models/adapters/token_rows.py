@@ -27,6 +27,7 @@ from tunix.utils import mesh as mesh_lib
 
 FIELD = "trainable_token_indices"
 _TENSOR = ".token_adapter.trainable_tokens_delta"
+_FROZEN = ".token_adapter.base_layer.weight"
 # Parameter of the rows -> the frozen parameter that they replace.
 TABLES = {
   "token_rows.lora_input": "embed_tokens.embedding",
@@ -183,9 +184,15 @@ def read(
     peft: the contents of `adapter_config.json`.
 
   Raises:
-    ValueError: see `ids_of`, or a tensor is missing or of another shape.
+    ValueError: see `ids_of`, a tensor is missing or of another shape, or the file holds
+      whole tables, which PEFT adds after a change of the vocabulary's size.
   """
   out, ids = {}, ids_of(peft)
+  if frozen := [key for key in stored if key.endswith(_FROZEN)]:
+    raise ValueError(
+      f"the file holds the whole table {frozen[0]!r}: save the adapter with PEFT's "
+      "save_pretrained(folder, save_embedding_layers=False), or merge it"
+    )
   for path in TABLES if ids else ():
     if path == "token_rows.lora_output" and model.lm_head is None:
       continue
