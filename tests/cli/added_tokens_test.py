@@ -9,7 +9,8 @@ from tests import toys
 from tests.cli import runs
 from tests.cli.train_test import train, weights
 from tunix.cli import config as config_lib, one_call
-from tunix.cli.make import loading
+from tunix.cli.make import loading, objects
+from tunix.generate.new_tokens import add_tokens
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
@@ -53,7 +54,10 @@ def test_resumed_run_equals_one_run(run, keys, tmp_path):
 
 
 def test_run_trains_and_exports_the_rows(run, model, tmp_path):
-  base, before = AutoModel.from_pretrained(model), TokenizerAdapter.from_pretrained(model)
+  base, before = (
+    AutoModel.from_pretrained(model),
+    TokenizerAdapter.from_pretrained(model),
+  )
   size = before.vocab_size
   assert base.config.vocab_size == size  # so the embedding grows
   adapter = TokenizerAdapter.from_pretrained(run / "export")
@@ -114,12 +118,15 @@ def test_rows_have_no_gguf_adapter(run, tmp_path, capsys):
 
 
 def test_model_in_memory_is_extended_by_the_caller(model):
-  tokens = ["<tool>"]
-  with pytest.raises(ValueError, match="add_tokens is .* which is loaded already"):
-    one_call.sft(
-      model=AutoModel.from_pretrained(model),
-      tokenizer=str(model),
-      data=[{"prompt": "a", "response": "b"}],
-      add_tokens=tokens,
-      max_steps=1,
-    )
+  base, tokenizer = AutoModel.from_pretrained(model), str(model)
+  records = [{"prompt": "a", "response": "b"}]
+  options = {"model": base, "tokenizer": tokenizer, "data": records, "max_steps": 1}
+  with pytest.raises(ValueError, match=r"add_tokens is .* which is loaded already"):
+    one_call.sft(**options, add_tokens=["<tool>"])
+  base, tokenizer = add_tokens(
+    base, TokenizerAdapter.from_pretrained(model), ["<tool>"]
+  )
+  options |= {"model": base, "tokenizer": tokenizer, "lora": 2}
+  with objects.holding():
+    trained = loading.ModelLoader(one_call.sft.settings(**options)).model()
+  assert trained.token_rows.ids == (base.config.vocab_size - 1,)

@@ -1,4 +1,4 @@
-"""Embeddings of new tokens: their first numbers, training, adapters and merged models."""
+"""Embeddings of new tokens: first numbers, training, adapters and merged models."""
 
 import json
 
@@ -22,7 +22,7 @@ TIED = pytest.mark.parametrize("tied", [True, False])
 
 
 def moved(tied, **changes):
-  """A model whose adapter and rows were trained: all are away from their first values."""
+  """A base model, and one whose adapter and rows are away from their first values."""
   base = new_tokens.with_rows(toys.model(tie_embeddings=tied, **changes), IDS)
   options = {"rank": 2, "targets": ("q_proj",), "trainable_token_indices": IDS}
   adapted = lora.apply(base, lora.LoraConfig(**options))
@@ -149,7 +149,10 @@ def test_critic_has_no_rows_of_an_unembedding():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"trainable_token_indices": (V,)}, f"has {V}; expected different ids from 0 to 95"),
+    (
+      {"trainable_token_indices": (V,)},
+      f"has {V}; expected different ids from 0 to 95",
+    ),
     ({"trainable_token_indices": (3, 3)}, "has 3; expected different ids"),
     (
       {"trainable_token_indices": (3,), "modules_to_save": ("lm_head",)},

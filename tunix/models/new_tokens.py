@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +78,18 @@ def changed(
   variable: nnx.Param, build: Callable[..., jax.Array], *arrays: jax.Array
 ) -> nnx.Param:
   """Returns a parameter with the value build(value, *arrays), laid out like the old."""
-  spec, mesh = variable.get_metadata("out_sharding"), mesh_lib.mesh_of(variable)
-  inputs, where = (variable.get_value(), *arrays), None
-  if mesh is not None:
-    inputs = mesh_lib.onto(inputs, mesh)
+  spec = variable.get_metadata("out_sharding")
+  return param(built(build, spec, variable.get_value(), *arrays), spec)
+
+
+def built(build: Callable[..., jax.Array], spec: Any, *arrays: jax.Array) -> jax.Array:
+  """Returns build(*arrays) with a PartitionSpec on the mesh of the arrays."""
+  mesh = mesh_lib.mesh_of(arrays)
+  if mesh is None:
+    return jax.jit(build)(*arrays)
+  # Explicit axes would ask for the sharding of each indexing.
+  inputs = mesh_lib.onto(arrays, mesh)
+  with mesh_lib.use_mesh(mesh):
     shape = jax.eval_shape(build, *inputs).shape
     where = mesh_lib.sharding_of_spec(spec, shape, mesh)
-  return param(jax.jit(build, out_shardings=where)(*inputs), spec)
+    return jax.jit(build, out_shardings=where)(*inputs)

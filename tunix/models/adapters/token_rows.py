@@ -98,17 +98,13 @@ def _rows(
   table: nnx.Param, ids: tuple[int, ...], dtype: DTypeLike, *, tied: bool
 ) -> nnx.LoRAParam:
   """Returns rows [n, D] of a table [V, D], or [D, V] if not `tied`."""
-  axis = 1 if tied else 0  # of D
-  spec = (None, table.get_metadata("out_sharding")[axis])
-  value, mesh, where = table.get_value(), mesh_lib.mesh_of(table), None
-  if mesh is not None:
-    value = mesh_lib.onto(value, mesh)
-    shape = (len(ids), value.shape[axis])
-    where = mesh_lib.sharding_of_spec(spec, shape, mesh)
-  take = jax.jit(
-    lambda x: (x if tied else x.T)[np.array(ids)].astype(dtype), out_shardings=where
-  )
-  return nnx.LoRAParam(take(value), out_sharding=spec, eager_sharding=False)
+  spec = (None, table.get_metadata("out_sharding")[1 if tied else 0])
+
+  def take(x):
+    return (x if tied else x.T)[np.array(ids)].astype(dtype)
+
+  rows = new_tokens.built(take, spec, table.get_value())
+  return nnx.LoRAParam(rows, out_sharding=spec, eager_sharding=False)
 
 
 def merge(model: Transformer) -> None:

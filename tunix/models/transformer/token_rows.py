@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tunix.models.transformer.shards import explicit
+
 
 class TokenRows(nnx.Module):
   """Rows of the embedding, and of an untied unembedding, that replace the frozen ones.
@@ -47,6 +49,7 @@ class TokenRows(nnx.Module):
     slot = jnp.minimum(jnp.searchsorted(ids, tokens), len(self.ids) - 1)
     return jnp.where((ids[slot] == tokens)[..., None], rows[slot], x)
 
+  @explicit.auto_inside(lambda _, table, tied: jax.typeof(table).sharding.spec)
   def in_table(self, table: jax.Array, *, tied: bool) -> jax.Array:
     """Returns an unembedding with the rows written: [V, D] if tied, else [D, V]."""
     if tied:
