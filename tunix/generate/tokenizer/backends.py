@@ -262,7 +262,7 @@ class TokenizersBackend(Backend):
   def extended(self, tokens: Sequence[Any]) -> TokenizersBackend:
     rust = type(self._rust).from_str(self._rust.to_str())
     rust.add_tokens(list(tokens))
-    return TokenizersBackend(rust, self._files and self._files.with_added(rust, tokens))
+    return TokenizersBackend(rust, self._files and self._files.without_added())
 
   def save(self, folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
     source = self._rust.to_str(pretty=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tunix.utils import io, text_files
@@ -47,22 +47,12 @@ class TokenizerFiles:
   chat_template: ChatTemplates | None
   eos_ids: tuple[int, ...]
 
-  def with_added(self, rust: Any, tokens: Sequence[Any]) -> TokenizerFiles:
-    """Returns the files with more tokens in `added_tokens_decoder`, if there is one.
+  def without_added(self) -> TokenizerFiles:
+    """Returns the files without `added_tokens_decoder`, which would lack new tokens.
 
-    Args:
-      rust: a `tokenizers.Tokenizer` that has the tokens.
-      tokens: `tokenizers.AddedToken` objects.
+    Readers then take all added tokens from `tokenizer.json`.
     """
-    if not self.added_tokens:
-      return self
-    names = ("content", *ADDED_TOKEN_FLAGS)
-    listed = {
-      str(rust.token_to_id(token.content)): {n: getattr(token, n) for n in names}
-      for token in tokens
-    }
-    listed = {**self.config["added_tokens_decoder"], **listed}
-    config = {**self.config, "added_tokens_decoder": listed}
+    config = {k: v for k, v in self.config.items() if k != "added_tokens_decoder"}
     return dataclasses.replace(self, config=config)
 
 
