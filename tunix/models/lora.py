@@ -182,7 +182,6 @@ def apply(
     raise ValueError(
       f"{both[0]} is in targets and in modules_to_save: name it in one of them"
     )
-  token_rows.check(model, config.trainable_token_indices, whole)
   key = jax.random.key(seed) if rngs is None else rngs.params()
   modules = lora_modules.linears(model)
   mesh = mesh_lib.mesh_of(nnx.state(model))
@@ -208,7 +207,7 @@ def apply(
     )
   adapted = lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
   whole_modules.mark(adapted, whole, config.dtype)
-  token_rows.attach(adapted, config.trainable_token_indices, config.dtype)
+  token_rows.attach(adapted, config.trainable_token_indices, config.dtype, whole)
   return sharding.on_users_mesh(adapted)
 
 

@@ -47,39 +47,39 @@ def with_rows(model: Transformer, ids: Iterable[int]) -> Transformer:
     )
   out = nnx.clone(model)
   out.config = dataclasses.replace(c, vocab_size=max(c.vocab_size, new[-1] + 1))
-  size, table = out.config.vocab_size, out.embed_tokens.embedding
-  out.embed_tokens.embedding = _extended(table, new, size, tied=True)
-  if out.lm_head is not None:
-    kernel = out.lm_head.kernel
-    if not isinstance(kernel, nnx.Param):
-      raise ValueError(
-        "lm_head is quantized, so it cannot get rows of new tokens. Load the model "
-        "without quantization of lm_head"
-      )
-    out.lm_head.kernel = nnx.data(_extended(kernel, new, size, tied=False))
+  size = out.config.vocab_size
+
+  def extended(table):
+    mean = jnp.mean(table[: new[0]].astype(jnp.float32), axis=0)
+    room = jnp.zeros((size - table.shape[0], table.shape[1]), table.dtype)
+    rows = jnp.broadcast_to(mean, (len(new), mean.shape[0]))
+    return written(jnp.concatenate([table, room]), new, rows)
+
+  change_embedding(out, extended)
+  change_unembedding(out, extended)
   return sharding.on_users_mesh(out)
 
 
-def _extended(variable: nnx.Param, ids: list[int], size: int, *, tied: bool):
-  """Returns a table [V, D] (or [D, V] if not `tied`) with `size` rows."""
-
-  def build(table):
-    rows = table if tied else table.T
-    mean = jnp.mean(rows[: ids[0]].astype(jnp.float32), axis=0)
-    room = jnp.zeros((size - rows.shape[0], rows.shape[1]), rows.dtype)
-    new = jnp.broadcast_to(mean, (len(ids), mean.shape[0]))
-    rows = written(jnp.concatenate([rows, room]), ids, new)
-    return rows if tied else rows.T
-
-  return changed(variable, build)
+def change_embedding(
+  model: Transformer, change: Callable[..., jax.Array], *arrays: jax.Array
+) -> None:
+  """Replaces the embedding by change(embedding [V, D], *arrays), in place."""
+  table = model.embed_tokens.embedding
+  spec = table.get_metadata("out_sharding")
+  value = built(change, spec, table.get_value(), *arrays)
+  model.embed_tokens.embedding = param(value, spec)
 
 
-def changed(
-  variable: nnx.Param, build: Callable[..., jax.Array], *arrays: jax.Array
-) -> nnx.Param:
-  """Returns a parameter with the value build(value, *arrays), laid out like the old."""
-  spec = variable.get_metadata("out_sharding")
-  return param(built(build, spec, variable.get_value(), *arrays), spec)
+def change_unembedding(
+  model: Transformer, change: Callable[..., jax.Array], *arrays: jax.Array
+) -> None:
+  """Replaces an untied unembedding by change(table [V, D], *arrays), in place."""
+  if model.lm_head is None:
+    return
+  kernel: Any = model.lm_head.kernel  # only kernels of layers are quantized
+  spec = kernel.get_metadata("out_sharding")
+  value = built(lambda x, *a: change(x.T, *a).T, spec, kernel.get_value(), *arrays)
+  model.lm_head.kernel = nnx.data(param(value, spec))
 
 
 def built(build: Callable[..., jax.Array], spec: Any, *arrays: jax.Array) -> jax.Array:

@@ -47,4 +47,5 @@ def extended(backend: Backend, texts: Sequence[str]) -> tuple[Backend, dict[str,
   if not new:
     return backend, {}
   made = backend.extended([tokenizer_loading.added_token(text) for text in new])
-  return made, {text: made.named("add_tokens", text).id or 0 for text in new}
+  ids = {text: made.id_of(text) for text in new}
+  return made, {text: i for text, i in ids.items() if i is not None}

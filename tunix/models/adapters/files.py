@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.models import families, new_tokens
+from tunix.models import families
 from tunix.models.adapters import (
   config as adapter_config,
   lora_modules,
@@ -269,9 +269,7 @@ def load_adapter(
   rows = {path: whole.pop(path) for path in list(whole) if path in token_rows.TABLES}
   ids = token_rows.ids_of(tensor_files.read_json(pathlib.Path(folder) / CONFIG_FILE))
   # The base model may lack the tokens that the adapter was trained with.
-  model = new_tokens.with_rows(
-    model, range(model.config.vocab_size, max(ids, default=0) + 1)
-  )
+  model = token_rows.with_room(model, ids)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
   whole_modules.mark(out, {whole_files.module_of(path) for path in whole})

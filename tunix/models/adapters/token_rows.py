@@ -27,6 +27,7 @@ from tunix.utils import mesh as mesh_lib
 
 FIELD = "trainable_token_indices"
 _TENSOR = ".token_adapter.trainable_tokens_delta"
+_MOST_NEW = 65536  # tokens that an adapter may add to its base model
 _FROZEN = ".token_adapter.base_layer.weight"
 # Parameter of the rows -> the frozen parameter that they replace.
 TABLES = {
@@ -44,51 +45,34 @@ def of(model: Transformer) -> dict[str, nnx.LoRAParam]:
   return {path: value for path, value in values if value is not None}
 
 
-def check(model: Transformer, ids: Sequence[int], whole: Sequence[str] = ()) -> None:
-  """Refuses ids that are no tokens of the model, or whose rows cannot be trained.
-
-  Args:
-    model: the model.
-    ids: the token ids.
-    whole: paths of modules that are trained whole.
-
-  Raises:
-    ValueError: names the id, or the module.
-  """
-  size = model.config.vocab_size
-  if ids and (both := sorted({"embed_tokens", "lm_head"} & set(whole))):
-    raise ValueError(
-      f"{FIELD} is set and modules_to_save has {both[0]}, which trains all rows. Name "
-      "both embed_tokens and lm_head there, or neither"
-    )
-  if wrong := [i for i in ids if not 0 <= i < size] or _repeated(ids):
-    raise ValueError(
-      f"{FIELD} has {wrong[0]}; expected different ids from 0 to {size - 1}"
-    )
-
-
-def _repeated(ids: Sequence[int]) -> list[int]:
-  return [i for n, i in enumerate(ids) if i in ids[:n]]
-
-
-def attach(model: Transformer, ids: Sequence[int], dtype: DTypeLike) -> None:
+def attach(
+  model: Transformer, ids: Sequence[int], dtype: DTypeLike, whole: Sequence[str] = ()
+) -> None:
   """Makes the rows of some tokens trainable, in place.
 
   Args:
     model: a model that shares no modules with another one.
     ids: the token ids; none changes nothing.
     dtype: dtype of the trained rows. They begin with the numbers of the model's rows.
+    whole: paths of modules that are trained whole.
 
   Raises:
-    ValueError: see `check`.
+    ValueError: an id is not in the vocabulary or is named twice, or all rows of a table
+      are trained.
   """
   if not ids:
     return
-  check(model, ids)
-  ids = tuple(sorted(ids))
-  head = None if model.lm_head is None else model.lm_head.kernel
-  if not isinstance(head, nnx.Param | None):
-    raise ValueError(f"{FIELD} is set and lm_head is quantized: leave it unquantized")
+  ids, size = tuple(sorted(ids)), model.config.vocab_size
+  if ids[0] < 0 or ids[-1] >= size or len(set(ids)) < len(ids):
+    raise ValueError(
+      f"{FIELD} is {list(ids)!r:.80}; expected different ids from 0 to {size - 1}"
+    )
+  if both := sorted({"embed_tokens", "lm_head"} & set(whole)):
+    raise ValueError(
+      f"{FIELD} is set and modules_to_save has {both[0]}, which trains all rows. Name "
+      "both embed_tokens and lm_head there, or neither"
+    )
+  head: Any = None if model.lm_head is None else model.lm_head.kernel
   output = None if head is None else _rows(head, ids, dtype, tied=False)
   rows = _rows(model.embed_tokens.embedding, ids, dtype, tied=True)
   model.token_rows = nnx.data(TokenRows(ids, rows, output))
@@ -112,18 +96,13 @@ def merge(model: Transformer) -> None:
   rows = model.token_rows
   if rows is None:
     return
-  embed, head = model.embed_tokens, model.lm_head
-  embed.embedding = new_tokens.changed(
-    embed.embedding, lambda x, r: written(x, rows.ids, r), rows.lora_input.get_value()
-  )
+
+  def change(table, new):
+    return written(table, rows.ids, new)
+
+  new_tokens.change_embedding(model, change, rows.lora_input.get_value())
   if rows.lora_output is not None:
-    assert head is not None and isinstance(head.kernel, nnx.Param)
-    kernel = new_tokens.changed(
-      head.kernel,
-      lambda x, r: written(x.T, rows.ids, r).T,
-      rows.lora_output.get_value(),
-    )
-    head.kernel = nnx.data(kernel)
+    new_tokens.change_unembedding(model, change, rows.lora_output.get_value())
   model.token_rows = nnx.data(None)
 
 
@@ -216,8 +195,22 @@ def ids_of(peft: Mapping[str, Any]) -> tuple[int, ...]:
       f"{FIELD} is {field!r:.80}; expected one list of ids for all modules. "
       "Merge the adapter with PEFT, and load the merged model"
     )
-  # PEFT stores the rows in ascending order of the ids.
   return tuple(first)
+
+
+def with_room(model: Transformer, ids: Sequence[int]) -> Transformer:
+  """Returns a model whose embedding has rows for all ids, see `new_tokens.with_rows`.
+
+  Raises:
+    ValueError: an id is far above the vocabulary, as in a damaged file.
+  """
+  size, end = model.config.vocab_size, max(ids, default=0) + 1
+  if end > size + _MOST_NEW:
+    raise ValueError(
+      f"{FIELD} has {end - 1} and the model has {size} tokens; expected at most "
+      f"{_MOST_NEW} new ones. The adapter belongs to another model"
+    )
+  return new_tokens.with_rows(model, range(size, end))
 
 
 def load(
