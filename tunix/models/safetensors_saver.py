@@ -21,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models import families
-from tunix.models.adapters import lora_modules
+from tunix.models.adapters import lora_modules, token_rows
 from tunix.models.adapters.lora_modules import CastError
 from tunix.models.families import Family
 from tunix.models.files import tensor_files
@@ -229,6 +229,7 @@ def new_tensors(
     dtype: dtype of the tensors; None keeps the model's.
     errors: gets the rounding error of each merged adapter when it is fetched.
   """
+  model = token_rows.merged(model)
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")

@@ -26,6 +26,7 @@ from tunix.models.adapters import (
   config as adapter_config,
   lora_modules,
   parameters as adapter_parameters,
+  token_rows,
   whole_files,
   whole_modules,
 )
@@ -114,6 +115,7 @@ def save_adapter(
     ),
     **({"target_parameters": sorted(fused)} if fused else {}),
     "modules_to_save": whole_files.names(model, family, whole) or None,
+    **token_rows.peft_fields(model, family),
     "lora_dropout": dropout,
     "use_rslora": rslora,
     "use_dora": use_dora,
@@ -124,6 +126,7 @@ def save_adapter(
   _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in new_tensors(part)]
   tensors += whole_files.tensors(model, family, whole)
+  tensors += token_rows.tensors(model, family)
   together = tensor_files.is_spread(model)
   mine = not together or jax.process_index() == 0
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
@@ -263,9 +266,14 @@ def load_adapter(
   """
   lora_modules.require_bare(model)
   adapters, whole = read_adapter(model, folder, family=family)
+  rows = {path: whole.pop(path) for path in list(whole) if path in token_rows.TABLES}
+  ids = token_rows.ids_of(tensor_files.read_json(pathlib.Path(folder) / CONFIG_FILE))
+  # The base model may lack the tokens that the adapter was trained with.
+  model = token_rows.with_room(model, ids)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
   whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
+  token_rows.load(out, ids, rows)
   for path, variable in whole_modules.of(out).items():
     variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
   return out
@@ -285,8 +293,8 @@ def read_adapter(
     folder, family: see `load_adapter`.
 
   Returns:
-    The adapters by path of the module, and the parameters of modules that were trained
-    whole by path of the parameter.
+    The adapters by path of the module, and by path of the parameter the modules that
+    were trained whole and the rows of `token_rows`.
 
   Raises:
     FileNotFoundError, ValueError: see `load_adapter`.
@@ -314,6 +322,7 @@ def read_adapter(
     spelled[module_name(family.canonical_key(raw))] = module_name(raw)
   try:
     whole = whole_files.read(model, family, tensors, peft)
+    whole |= token_rows.read(model, family, tensors, peft)
     return _read(model, family, tensors, spelled, peft), whole
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
