@@ -148,7 +148,9 @@ def sdpo(**options: Any) -> None:
 def episodes(**options: Any) -> None:
   learner = clusters.GRPOLearner(
     clusters.cluster(schedule="lagged", **options),
-    clusters.GRPOConfig(num_generations=4, beta=0.0, eval_num_generations=2),
+    clusters.GRPOConfig(
+      num_generations=4, beta=0.0, eval_num_generations=2, observation_weight=0.1
+    ),
     env=toy_envs.Echo,
   )
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
@@ -264,7 +266,7 @@ JOBS = {
     conditional=PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "perf/data_wait_sec", "staleness/mean", "staleness/max"}
-    | {f"{CORRECTION}truncated", *WEIGHTS}
+    | {f"{CORRECTION}truncated", *WEIGHTS, "actor/observation_loss"}
     | {
       metric.name for metric in metrics_table.declared("tunix.rl.experience.episodes")
     },

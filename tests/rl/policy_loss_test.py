@@ -428,7 +428,7 @@ def test_observations_between_actions_are_predicted(mode, weight):
   cross_entropy = lambda logits: -jax.nn.log_softmax(logits[0])[2]
   close(total.total - plain.total, 0.5 * cross_entropy(logits))
   assert total.weight == plain.weight == weight
-  close(means["observations"].mean(), cross_entropy(logits))
+  close(means["observation_loss"].mean(), cross_entropy(logits))
   slope = jax.grad(lambda x: loss(x, example, 0.5)[0].total)(logits)
   without = jax.grad(lambda x: loss(x, example, 0.0)[0].total)(logits)
   close(slope - without, 0.5 * jax.grad(cross_entropy)(logits))

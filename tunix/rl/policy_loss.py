@@ -43,7 +43,7 @@ METRICS = (
     "`entropy`, in PPO `loss/entropy`",
   ),
   Metric(
-    "observations",
+    "observation_loss",
     "nats",
     "cross-entropy of the tokens that environments wrote between actions",
     "train",
@@ -202,7 +202,7 @@ def policy_loss(
     written = scored.astype(jnp.float32) - mask
     parts = aggregate(-scores.logps, written, config.loss_agg_mode, max_tokens=limit)
     total = total._replace(total=total.total + config.observation_weight * parts.total)
-    means |= token_means({"observations": -scores.logps}, written)
+    means |= token_means({"observation_loss": -scores.logps}, written)
   return total, means
 
 
