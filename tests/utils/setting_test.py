@@ -2,7 +2,17 @@
 
 import dataclasses
 
-from tunix.utils.setting import Facts, facts_of, setting, shared_values
+import pytest
+
+from tunix.utils.setting import (
+  Facts,
+  facts_of,
+  field_values,
+  known_values,
+  named_values,
+  setting,
+  shared_values,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,3 +41,12 @@ def test_facts_are_read_off_the_field():
 
 def test_shared_values_are_those_of_fields_that_both_have():
   assert shared_values(Other, Section(folder="x")) == {"plain": 1, "folder": "x"}
+
+
+def test_values_by_name_are_not_copied():
+  section = Section(args={"a": 1})
+  assert named_values(section, ("plain", "folder")) == {"plain": 1, "folder": None}
+  assert known_values(section, ("plain", "folder")) == {"plain": 1}
+  assert field_values(section)["args"] is section.args
+  with pytest.raises(AttributeError, match="nothing"):
+    known_values(section, ("nothing",))

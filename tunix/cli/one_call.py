@@ -26,8 +26,8 @@ from tunix.cli.settings.convert import Choice, plain, section_of
 from tunix.cli.settings.run import RunSettings
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.utils import attributes, mesh as mesh_lib
-from tunix.utils.setting import facts_of
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.setting import facts_of, field_values
 
 # Names of keys that are usual in Python.
 _NAMES = {
@@ -245,7 +245,7 @@ def _values(key: str, value: object, section: Any) -> Any:
 
 def _changed(section: object, value: Any) -> dict[str, Any]:
   """Returns the fields of a dataclass that differ from their defaults."""
-  changed, values = {}, attributes.of_fields(value)
+  changed, values = {}, field_values(value)
   if isinstance(section, Choice):
     changed["name"] = section.name_of(value)
   for field in dataclasses.fields(value):

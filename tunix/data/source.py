@@ -16,7 +16,7 @@ from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 Unusable = Literal["error", "drop"]
 Layout = OneRow | SideBySide | PromptText
@@ -65,7 +65,7 @@ class Source:
 
   def __post_init__(self):
     choices = {"overlong": Overlong, "unusable": Unusable, "reasoning": Reasoning}
-    for name, value in attributes.of(self, choices).items():
+    for name, value in named_values(self, choices).items():
       if value not in (known := get_args(choices[name])):
         raise ValueError(f"{name} {value!r} is unknown; use one of {list(known)}")
     needed = layout_type(self.kind)

@@ -27,7 +27,8 @@ from tunix.generate.sizes.batching import Shape
 from tunix.generate.tokens import Completion
 from tunix.models import calling
 from tunix.perf import programs
-from tunix.utils import attributes, checks, mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils.setting import known_values
 
 # Options whose result exists only when all rows have ended.
 NOT_STREAMED = frozenset(
@@ -100,7 +101,7 @@ class Sampler(BaseSampler):
     self.cache_config = cache_config
     self.gather_weights: GatherWeights = gather_weights
     names = ("num_layers", "num_kv_heads", "head_dim")
-    sizes = {} if cache_config is None else attributes.known(cache_config, names)
+    sizes = {} if cache_config is None else known_values(cache_config, names)
     for name, expected in sizes.items():
       actual = calling.config_value(transformer, name, expected)
       if expected != actual:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tunix.generate.sizes import batching
-from tunix.utils import attributes
+from tunix.utils.setting import known_values
 
 
 class Column(NamedTuple):
@@ -124,7 +124,7 @@ class Tokens:
 
   def columns(self) -> dict[str, np.ndarray]:
     """Returns the columns that are known, by name."""
-    return attributes.known(self, COLUMNS)
+    return known_values(self, COLUMNS)
 
   def cut(self, count: int) -> Self:
     """Returns the first `count` tokens."""
@@ -152,7 +152,7 @@ class Tokens:
 
   def saved(self) -> dict[str, np.ndarray | None]:
     """Returns the columns that are saved, by their names in JSON."""
-    return {_SAVED[name]: x for name, x in attributes.known(self, _SAVED).items()}
+    return {_SAVED[name]: x for name, x in known_values(self, _SAVED).items()}
 
   @classmethod
   def of_saved(cls, saved: Mapping[str, Any], **fields: Any) -> Self:

@@ -30,7 +30,8 @@ from tunix.models.transformer.dense.layers import param
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.recurrences.mamba2 import Mamba2
 from tunix.models.transformer.shards import sharding
-from tunix.utils import attributes, checks, mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils.setting import named_values
 
 __all__ = [
   "ALL_LINEAR",
@@ -212,7 +213,7 @@ def apply(
 
 
 def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
-  tables = attributes.of(config, ("rank_pattern", "alpha_pattern"))
+  tables = named_values(config, ("rank_pattern", "alpha_pattern"))
   for name, patterns in tables.items():
     for pattern in patterns:
       if not any(lora_modules.hits(pattern, path) for path in chosen):

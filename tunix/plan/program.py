@@ -14,7 +14,7 @@ from tunix.perf.chips import Chip
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import collectives, exposed, residents
 from tunix.plan.collectives import Collective
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class ProgramEstimate:
       for one in sorted(self.collectives, key=lambda one: -one.received)
     ]
     derived = ("held_bytes", "seconds", "limited_by")
-    return {**out, **attributes.of(self, derived)}
+    return {**out, **named_values(self, derived)}
 
 
 def estimate(

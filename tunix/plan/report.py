@@ -13,7 +13,7 @@ from tunix.plan.handover import Handover
 from tunix.plan.program import ProgramEstimate
 from tunix.plan.residents import gib
 from tunix.plan.rollout import Rollouts
-from tunix.utils import attributes
+from tunix.utils.setting import field_values, named_values
 
 SERVE = "serve"  # the name of a server among the jobs
 
@@ -120,13 +120,13 @@ class RunEstimate:
       "chip_hours",
     )
     return {
-      **attributes.of_fields(self),
+      **field_values(self),
       "chip": None if self.chip is None else dataclasses.asdict(self.chip),
       "programs": [program.to_json() for program in self.programs],
       "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
       "engine": None if self.engine is None else dataclasses.asdict(self.engine),
       "handover": self.handover and dataclasses.asdict(self.handover),
-      **attributes.of(self, derived),
+      **named_values(self, derived),
     }
 
   def __str__(self) -> str:

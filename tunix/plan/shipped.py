@@ -29,7 +29,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.perf import programs
-from tunix.utils import attributes, io
+from tunix.utils import io
+from tunix.utils.setting import named_values
 
 NAME = "shipped.json"
 _FORMAT = 2
@@ -167,7 +168,7 @@ def _apply(settings: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _jax_settings(settings: dict[str, Any]) -> Iterator[None]:
-  before = attributes.of(jax.config, settings)
+  before = named_values(jax.config, settings)
   _apply(settings)
   try:
     yield

@@ -11,8 +11,8 @@ from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
 from tunix.rl.prompts.curriculum import CurriculumConfig
-from tunix.utils import attributes, checks
-from tunix.utils.setting import setting
+from tunix.utils import checks
+from tunix.utils.setting import known_values, named_values, setting
 
 # The ways that the ratio to the policy before the update enters the loss.
 LOSS_ALGOS = ("grpo", "gspo", "cispo", "sapo", "rloo", "reinforce")
@@ -84,8 +84,8 @@ class RolloutCorrection:
     _choose("kind", self.kind, KINDS)
     _choose("level", self.level, LEVELS)
     bounds = ("low", "high", "threshold")
-    defaults = attributes.of(KINDS[self.kind], bounds)
-    for name, value in attributes.known(self, bounds).items():
+    defaults = named_values(KINDS[self.kind], bounds)
+    for name, value in known_values(self, bounds).items():
       if defaults[name] is None:
         raise ValueError(
           f"{name} is {value} and kind is {self.kind!r}, which does not use it: leave "

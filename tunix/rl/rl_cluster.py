@@ -30,7 +30,7 @@ from tunix.rl.weights.policy_version import PolicyVersion, PublishedVersions
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.utils import attributes
+from tunix.utils.setting import known_values
 
 __all__ = ["ClusterConfig", "Mode", "RLCluster", "RLTrainingConfig", "Role"]
 
@@ -373,7 +373,7 @@ class RLCluster:
     at_once = None if size is None else size * rows.group_size
     # Only the actor replays the routes of the sampler: the other models were not there.
     names = (*TOKEN_ARRAYS, *row_arrays.ROUTES) if role is Role.ACTOR else TOKEN_ARRAYS
-    arrays = attributes.known(rows, names)
+    arrays = known_values(rows, names)
     if role is Role.ACTOR:
       actor = self.actor_trainer
       model = actor.averaged() if average else actor.model

@@ -21,7 +21,8 @@ from flax import nnx
 from tunix.sft.checkpoints import checksums, errors, forms, orbax_options
 from tunix.sft.steps import run_state
 from tunix.sft.steps.run_state import ARRAYS, RunState
-from tunix.utils import attributes, coordination, env, tree
+from tunix.utils import coordination, env, tree
+from tunix.utils.setting import known_values
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ class CheckpointManager:
     written = self._written_items(step)
     metadata = self._manager.item_metadata(step)
     items: dict[str, Any] = {}
-    for name, part in attributes.known(like, ARRAYS).items():
+    for name, part in known_values(like, ARRAYS).items():
       target = jax.tree.map(forms.abstract, part)
       saved = forms.of_metadata(metadata[name]) if name in written else {}
       subject = f"the checkpoint of step {step} in {self._root} does not fit ({name})"
@@ -400,7 +401,7 @@ class CheckpointManager:
 
 
 def _json_values(state: RunState) -> dict[str, Any]:
-  return attributes.known(state, _JSON)
+  return known_values(state, _JSON)
 
 
 def _check_json(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.ops import masks
 from tunix.ops.reductions import WeightedSum
-from tunix.utils import attributes
+from tunix.utils.setting import field_values
 
 _REMEDY = (
   "set a loss with trainer.with_loss_fn(fn), and its arguments with "
@@ -36,7 +36,7 @@ def batch_fields(batch: Any) -> dict[str, Any]:
   if isinstance(batch, Mapping):
     fields = dict(batch)
   elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-    fields = attributes.of_fields(batch)
+    fields = field_values(batch)
   elif hasattr(batch, "_asdict"):
     fields = batch._asdict()
   else:

@@ -39,7 +39,7 @@ from tunix.tinker.learning.learner import AdamParams, AdapterSpec
 from tunix.tinker.protocol.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 __all__ = [
   "AdamParams",
@@ -251,7 +251,7 @@ class TrainingClient:
   def optim_step(self, adam_params: object) -> Future[dict[str, float]]:
     """Updates the adapter with the gradients since the last step; returns metrics."""
     names = [field.name for field in dataclasses.fields(AdamParams)]
-    params = attributes.of(adam_params, names)
+    params = named_values(adam_params, names)
     return self._submit(
       lambda n: self._service.training.optim_step(_TENANT, self.model_id, n, params),
       lambda result: dict(result.values["metrics"]),

@@ -16,7 +16,7 @@ import types
 import typing
 from typing import Any, NamedTuple
 
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
 _LEAST = 1e-37  # dividing by a denormal float32 gives infinity, as dividing by 0 does
@@ -90,7 +90,7 @@ def fields(config: object, **ranges: Range) -> None:
     ValueError: a number is out of range.
   """
   kinds = _kinds(type(config))
-  for name, value in attributes.of(config, kinds).items():
+  for name, value in named_values(config, kinds).items():
     kind = kinds[name]
     if value is None and type(None) in kind.others:
       continue

@@ -8,10 +8,8 @@ change when a run is resumed, and whether it is a key of the command at all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
-
-from tunix.utils import attributes
 
 _KEY = "tunix"
 
@@ -125,4 +123,27 @@ def shared_values(kind: type, section: Any) -> dict[str, Any]:
   """
   own = {field.name for field in dataclasses.fields(kind)}
   names = [f.name for f in dataclasses.fields(section) if f.name in own]
-  return attributes.of(section, names)
+  return named_values(section, names)
+
+
+def named_values(owner: object, names: Iterable[str]) -> dict[str, Any]:
+  """Returns {name: attribute}.
+
+  Raises:
+    AttributeError: `owner` has no attribute of one of the names.
+  """
+  return {name: getattr(owner, name) for name in names}
+
+
+def known_values(owner: object, names: Iterable[str]) -> dict[str, Any]:
+  """Returns {name: attribute} of the attributes that are not None.
+
+  Raises:
+    AttributeError: see `named_values`.
+  """
+  return {name: x for name, x in named_values(owner, names).items() if x is not None}
+
+
+def field_values(instance: Any) -> dict[str, Any]:
+  """Returns {field: value} of a dataclass; unlike `asdict`, it copies no value."""
+  return named_values(instance, [field.name for field in dataclasses.fields(instance)])

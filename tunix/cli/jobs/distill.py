@@ -31,7 +31,7 @@ from tunix.distillation.teachers import SelfTeacher, Teachers
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone, calling
-from tunix.utils import attributes
+from tunix.utils.setting import known_values, named_values
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -67,7 +67,7 @@ def strategy(
   Raises:
     ValueError: an option is out of its range.
   """
-  values = attributes.known(config.distill, _STRATEGY)
+  values = known_values(config.distill, _STRATEGY)
   options = {_STRATEGY[name]: value for name, value in values.items()}
   section = config.distill
   with keys.under("distill", DistillSettings):
@@ -101,8 +101,8 @@ def check(config: DistillRun) -> None:
   else:
     owner, defaults, reader = config.rollout, StudentRollout(), "data.max_length"
     names, prefix = list(keys.of(StudentRollout)), "rollout"
-  usual = attributes.of(defaults, names)
-  for name, value in attributes.of(owner, names).items():
+  usual = named_values(defaults, names)
+  for name, value in named_values(owner, names).items():
     if value != usual[name]:
       raise ValueError(
         f"{prefix}.{name} is {value!r} and distill.on_policy_fraction "

@@ -12,8 +12,8 @@ from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.data.turns.teacher_prompts import DEMONSTRATION, Taught
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.utils import attributes, checks
-from tunix.utils.setting import model_setting, setting
+from tunix.utils import checks
+from tunix.utils.setting import field_values, known_values, model_setting, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class DistillSettings:
           "gradient is only right on completions of the student"
         )
       unread = ("alpha", "top_k", "divergence", "jsd_beta")
-      for name, value in attributes.known(self, unread).items():
+      for name, value in known_values(self, unread).items():
         raise ValueError(
           f"{name} is {value!r} and distill.strategy 'policy_gradient', which does "
           "not read it. Leave one of them out"
@@ -113,7 +113,7 @@ class DistillSettings:
   def _check_teachers(self) -> None:
     """Refuses several sources of the teacher, and keys that would not be read."""
     sources = ("teacher", "self_teacher", "teachers")
-    values = attributes.of_fields(self)
+    values = field_values(self)
     given = [name for name in sources if values[name]]
     if len(given) > 1:
       raise ValueError(

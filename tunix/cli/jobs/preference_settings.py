@@ -10,8 +10,8 @@ from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig
-from tunix.utils import attributes, checks
-from tunix.utils.setting import model_setting, setting, shared_values
+from tunix.utils import checks
+from tunix.utils.setting import known_values, model_setting, setting, shared_values
 
 HALF = 512  # tokens of a prompt, and of a response, where no key sets them
 
@@ -102,7 +102,7 @@ class DPOSettings(ResponseSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    for name, value in attributes.known(self, ("reference", "reference_logps")).items():
+    for name, value in known_values(self, ("reference", "reference_logps")).items():
       if self.reference_free:
         raise ValueError(
           f"{name} is {value!r} and preference.reference_free is true, which compares "

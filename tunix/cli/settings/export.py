@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from tunix.utils import attributes
+from tunix.utils.setting import field_values
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -32,7 +32,7 @@ class ExportSettings:
 
   def __post_init__(self):
     usual = {field.name: field.default for field in dataclasses.fields(self)}
-    for name, value in attributes.of_fields(self).items():
+    for name, value in field_values(self).items():
       if self.kind == "none" and name != "kind" and value != usual[name]:
         raise ValueError(
           f"{name} is {value!r} and export.kind 'none', which writes nothing. "

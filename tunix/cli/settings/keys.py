@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunix.cli.settings.convert import Choice, options, plain, section_of
-from tunix.utils import attributes
-from tunix.utils.setting import Facts, facts_of
+from tunix.utils.setting import Facts, facts_of, named_values
 
 REQUIRED = dataclasses.MISSING
 
@@ -84,7 +83,7 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key
 def as_plain(section: object) -> dict[str, Any]:
   """Returns the keys of a section with their values, nested, as YAML and JSON types."""
   entries, plain_values = of(type(section)), {}
-  for name, value in attributes.of(section, entries).items():
+  for name, value in named_values(section, entries).items():
     inner = section_of(entries[name].hint)
     if inner is None or value is None:
       plain_values[name] = plain(value)

@@ -25,8 +25,8 @@ from tunix.generate.tokenizer import added, chat_template
 from tunix.models.lora import LoraConfig
 from tunix.rl.env.config import EpisodeConfig
 from tunix.sft.config import CheckpointOptions
-from tunix.utils import attributes, checks
-from tunix.utils.setting import model_setting, setting
+from tunix.utils import checks
+from tunix.utils.setting import field_values, model_setting, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,7 +349,7 @@ class EnvEvalSettings:
       ),
       batch_size=checks.COUNT,
     )
-    values = attributes.of_fields(self)
+    values = field_values(self)
     usual = {f.name: f.default for f in dataclasses.fields(self)}
     others = [n for n, x in values.items() if n != "env" and x != usual[n]]
     if self.env is None and others:

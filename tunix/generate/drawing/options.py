@@ -10,7 +10,8 @@ import numpy as np
 
 from tunix.generate.drawing import filters as filters_lib
 from tunix.generate.drawing.params import SamplingParams
-from tunix.utils import attributes, checks
+from tunix.utils import checks
+from tunix.utils.setting import field_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class SamplingOptions(SamplingParams):
   @property
   def active(self) -> set[str]:
     """Names of the options that change the output."""
-    values = attributes.of_fields(self)
+    values = field_values(self)
     names = {
       field.name
       for field in dataclasses.fields(self)

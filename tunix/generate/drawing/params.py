@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 import jax
 
 from tunix.generate.drawing import filters as filters_lib, stops as stops_lib
-from tunix.utils import attributes, checks
+from tunix.utils import checks
+from tunix.utils.setting import known_values, named_values
 
 # Logits are divided by the temperature. A difference of 1e4 becomes 1e14 with 1e-10,
 # and with 1e-38 it would exceed 3e38, the largest float32.
@@ -99,7 +100,7 @@ class SamplingParams:
 
   def rules(self) -> dict[str, Any]:
     """Returns the rules alone, as options of a sampler's call."""
-    return attributes.of(self, SamplingParams.keywords())
+    return named_values(self, SamplingParams.keywords())
 
   @property
   def stops(self) -> tuple[str, ...]:
@@ -111,4 +112,4 @@ class SamplingParams:
   def filters(self) -> dict[str, float | int]:
     """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
     off = filters_lib.OFF
-    return {k: v for k, v in attributes.known(self, off).items() if v != off[k]}
+    return {k: v for k, v in known_values(self, off).items() if v != off[k]}

@@ -16,7 +16,7 @@ from tunix.models.gguf.file import File
 from tunix.models.transformer.attention.rope import frequencies, length_factor
 from tunix.models.transformer.config import RopeConfig
 from tunix.models.transformer.hf.rope import rope_of
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 FREQS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -150,7 +150,7 @@ def write(config: RopeConfig) -> dict[str, Any]:
     out["rope.scaling.factor"] = float(config.factor)
   if config.scaling == "yarn":
     out[_CONTEXT] = config.original_max_position
-    betas = attributes.of(config, _BETAS)
+    betas = named_values(config, _BETAS)
     out |= {_BETAS[field]: float(beta) for field, beta in betas.items()}
     default = length_factor(RopeConfig(scaling="yarn", factor=config.factor))
     if not math.isclose(length_factor(config), default):

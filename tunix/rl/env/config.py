@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from tunix.rl.env.conversation import History
-from tunix.utils import attributes, checks
-from tunix.utils.setting import setting
+from tunix.utils import checks
+from tunix.utils.setting import named_values, setting
 
 _CHOICES = {
   "history": ("split", "keep"),
@@ -75,7 +75,7 @@ class EpisodeConfig:
       timeout_s=checks.POSITIVE,
       workers=checks.COUNT,
     )
-    for name, value in attributes.of(self, _CHOICES).items():
+    for name, value in named_values(self, _CHOICES).items():
       if value not in (known := _CHOICES[name]):
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
     if self.memory_bytes is not None and self.isolation != "process":

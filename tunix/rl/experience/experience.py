@@ -32,8 +32,9 @@ from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import SamplingClient
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import attributes, coordination, terminal
+from tunix.utils import coordination, terminal
 from tunix.utils.metric import Metric
+from tunix.utils.setting import named_values
 
 _log = logging.getLogger(__name__)
 
@@ -345,7 +346,7 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
-      **attributes.of(rollouts, row_arrays.RECORDED),
+      **named_values(rollouts, row_arrays.RECORDED),
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,

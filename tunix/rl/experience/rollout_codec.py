@@ -23,7 +23,8 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
-from tunix.utils import array_codec, attributes
+from tunix.utils import array_codec
+from tunix.utils.setting import field_values, named_values
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
 
@@ -34,7 +35,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
   Raises:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
-  out = without_unknown(attributes.of_fields(rollouts))
+  out = without_unknown(field_values(rollouts))
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),
@@ -89,7 +90,7 @@ def _checked(value: object) -> Any:
 
 
 def _episode(episode: Episode, *, keeps_arrays: bool = False) -> dict[str, Any]:
-  out = attributes.of_fields(episode)
+  out = field_values(episode)
   del out["environment"]
   return out | {"turns": [_turn(turn, keeps_arrays) for turn in episode.turns]}
 
@@ -105,7 +106,7 @@ def _turn(turn: Turn, keeps_arrays: bool) -> dict[str, Any]:
       saved.pop(name, None)
   action = [list(turn.action), dict(vars(turn.action))]
   out = {"prompt": turn.prompt, "action": action, **saved}
-  out |= attributes.of(turn, _OF_TURN)
+  out |= named_values(turn, _OF_TURN)
   # `logs` may hold any object; samples show its text, too.
   return out | {"logs": json.loads(json.dumps(dict(turn.logs), default=str))}
 

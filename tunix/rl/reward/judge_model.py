@@ -22,9 +22,10 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.rl.reward.outcomes import Failed
 from tunix.sandbox.errors import MAX_MESSAGE, message_of
-from tunix.utils import attributes, checks, env
+from tunix.utils import checks, env
 from tunix.utils.optional import require
 from tunix.utils.record_file import RecordFile
+from tunix.utils.setting import named_values
 
 _URL = "TUNIX_JUDGE_URL"
 _PACKAGE = "openai", "a judge behind a server", "'tunix[judge]'"
@@ -96,7 +97,7 @@ class JudgeModel:
     if self.model is not None:
       require(*_PACKAGE)
       self.connection()
-    for name, value in attributes.of(self, ("url", "key_variable", "options")).items():
+    for name, value in named_values(self, ("url", "key_variable", "options")).items():
       if self.model is None and value:
         raise ValueError(
           f"{name} is {value!r} and model is not set; only a server has "

@@ -24,7 +24,8 @@ from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
-from tunix.utils import attributes, checks, coordination, mesh as mesh_lib
+from tunix.utils import checks, coordination, mesh as mesh_lib
+from tunix.utils.setting import known_values, named_values
 
 # Seconds that a process waits for the others' completions after its own are drawn.
 _TIMEOUT_S = 3600.0
@@ -151,14 +152,14 @@ class RolloutOutput:
 
   def completions(self) -> list[Completion]:
     """Returns the completions, in the form of those of the engine."""
-    columns = {_COLUMNS[n]: x for n, x in attributes.known(self, _COLUMNS).items()}
+    columns = {_COLUMNS[n]: x for n, x in known_values(self, _COLUMNS).items()}
     of_row = lambda i: {c: _typed(c, x[i]) for c, x in columns.items()}
     return [Completion(number=i, **of_row(i)) for i in range(len(self.text))]
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = attributes.known(self, _COLUMNS)
-    every = [attributes.of(out, names) for out in (self, *others)]
+    names = known_values(self, _COLUMNS)
+    every = [named_values(out, names) for out in (self, *others)]
     rows = {name: [x for out in every for x in out[name]] for name in names}
     return RolloutOutput(**rows, version=self.version)
 

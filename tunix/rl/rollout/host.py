@@ -35,7 +35,8 @@ from tunix.rl.weights import placement, policy_version
 from tunix.rl.weights.placement import Weights
 from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import array_codec, attributes, mesh as mesh_lib
+from tunix.utils import array_codec, mesh as mesh_lib
+from tunix.utils.setting import field_values, named_values
 
 # Codes of `HostError`.
 OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
@@ -98,7 +99,7 @@ class RolloutHost:
   def methods(self) -> Mapping[str, Callable[..., Any]]:
     """The methods that may be called, by name."""
     names = "take begin part end generate open poll close stream switch"
-    return attributes.of(self, names.split())
+    return named_values(self, names.split())
 
   def take(self, owner: str, life: str | None) -> dict[str, Any]:
     """Gives the host to a run; episodes of an earlier run are dropped.
@@ -394,7 +395,7 @@ def form_of(
     form["rollout.center_scores"] = str(config.center_scores)
   sizes: Any = getattr(model, "config", None)
   if dataclasses.is_dataclass(sizes):
-    for name, value in attributes.of_fields(sizes).items():
+    for name, value in field_values(sizes).items():
       if name == "dtype":
         value = jnp.dtype(value)  # one spelling of it
       if name not in _OF_DEVICES:

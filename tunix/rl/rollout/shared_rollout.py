@@ -19,7 +19,8 @@ import jax
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.weights import local_arrays
-from tunix.utils import array_codec, attributes, coordination
+from tunix.utils import array_codec, coordination
+from tunix.utils.setting import known_values
 
 
 class SharedRollout(BaseRollout):
@@ -91,7 +92,7 @@ _ROWS = [
 
 def to_json(out: RolloutOutput) -> dict[str, Any]:
   """Returns completions as JSON, without their versions."""
-  return array_codec.to_json(attributes.known(out, _ROWS))
+  return array_codec.to_json(known_values(out, _ROWS))
 
 
 def from_json(saved: dict[str, Any], version: object) -> RolloutOutput:

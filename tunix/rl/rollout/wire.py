@@ -11,12 +11,13 @@ import numpy as np
 
 from tunix.generate.tokens import Completion
 from tunix.rl.rollout.client import Draw
-from tunix.utils import array_codec, attributes
+from tunix.utils import array_codec
+from tunix.utils.setting import field_values
 
 
 def draw_to_json(draw: Draw) -> dict[str, Any]:
   """Returns an action that is to be drawn as JSON."""
-  return _encoded(attributes.of_fields(draw) | {"key": seed_to_json(draw.key)})
+  return _encoded(field_values(draw) | {"key": seed_to_json(draw.key)})
 
 
 def draw_from_json(saved: dict[str, Any]) -> Draw:

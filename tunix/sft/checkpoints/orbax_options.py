@@ -8,7 +8,7 @@ from typing import Any
 
 from tunix.sft.checkpoints import barrier as checkpoint_barrier
 from tunix.sft.config import CheckpointOptions
-from tunix.utils import attributes
+from tunix.utils.setting import field_values
 
 
 def from_any(options: object) -> CheckpointOptions:
@@ -40,8 +40,8 @@ def from_any(options: object) -> CheckpointOptions:
     "save_decision_policy",
     "create",
   }
-  usual = attributes.of_fields(defaults)
-  for name, value in attributes.of_fields(options).items():
+  usual = field_values(defaults)
+  for name, value in field_values(options).items():
     if name not in supported and value != usual[name]:
       remedy = "Leave it out."
       if name in ("best_fn", "best_mode"):

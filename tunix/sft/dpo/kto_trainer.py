@@ -32,7 +32,7 @@ from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.steps.shared_steps import Call
 from tunix.sft.steps.train_step import BatchLoss
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
@@ -100,7 +100,7 @@ class KTOConfig(CompletionsConfig):
   def loss_options(self) -> dict[str, float]:
     """The keyword arguments of the loss."""
     names = ("beta", "desirable_weight", "undesirable_weight")
-    return attributes.of(self, names)
+    return named_values(self, names)
 
 
 class KTOTrainer(PeftTrainer):

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.sft import best as best_lib
 from tunix.sft.steps.module_state import Skeleton
-from tunix.utils import attributes, mesh as mesh_lib, tree
+from tunix.utils import mesh as mesh_lib, tree
+from tunix.utils.setting import named_values
 
 Arrays = dict[str, Any]
 
@@ -45,7 +46,7 @@ class RunState:
 
   def arrays(self) -> dict[str, Arrays]:
     """Returns the fields with at least one array, by name."""
-    parts = attributes.of(self, ARRAYS)
+    parts = named_values(self, ARRAYS)
     return {name: part for name, part in parts.items() if part}
 
 

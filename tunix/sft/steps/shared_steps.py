@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.utils import attributes
+from tunix.utils.setting import field_values
 
 MOST = 8
 _OWN = ("tunix", "flax", "jax", "jaxlib", "numpy", "builtins", "ml_dtypes")
@@ -117,7 +117,7 @@ def is_comparable(value: object) -> bool:
   if isinstance(value, _COMPARED):
     return True
   if dataclasses.is_dataclass(value) and _is_own(type(value)):
-    fields = attributes.of_fields(value)
+    fields = field_values(value)
     return _is_hashable(value) and all(map(is_comparable, fields.values()))
   return False
 

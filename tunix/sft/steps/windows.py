@@ -13,7 +13,8 @@ from tunix.sft import sharding_utils
 from tunix.sft.config import TrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.steps.train_step import Group, examples_in
-from tunix.utils import attributes, mesh as mesh_lib, tree
+from tunix.utils import mesh as mesh_lib, tree
+from tunix.utils.setting import field_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
     ValueError: The number of rows is no multiple of `parts`, or pairs share rows.
   """
   if _is_plain_dataclass(batch):
-    parts_of_fields = split_rows(attributes.of_fields(batch), parts)
+    parts_of_fields = split_rows(field_values(batch), parts)
     return [dataclasses.replace(batch, **part) for part in parts_of_fields]
   if parts > 1 and field(batch, "sequence") is not None:
     raise ValueError(

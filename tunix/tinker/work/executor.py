@@ -17,7 +17,7 @@ from tunix.tinker.protocol.results import Result
 from tunix.tinker.state import checkpoints
 from tunix.tinker.state.checkpoints import Checkpoints, Place
 from tunix.tinker.state.runs import Op, Run
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Executor:
   def _load(self, run: Run, op: Op) -> Result:
     place = checkpoints.parse(op.args["path"])
     meta = self._store.meta(place)
-    spec = attributes.of(run.spec, ("rank", "train_attn", "train_mlp"))
+    spec = named_values(run.spec, ("rank", "train_attn", "train_mlp"))
     if meta["spec"] != spec:
       raise TinkerError(
         f"the checkpoint {place} has the adapter {meta['spec']}; expected {spec}, that "

@@ -24,8 +24,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.adapters import files as adapter_files
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reward.rewards import RewardManager
-from tunix.utils import attributes, checks, terminal
-from tunix.utils.setting import setting
+from tunix.utils import checks, terminal
+from tunix.utils.setting import field_values, known_values, named_values, setting
 
 _DESCRIPTION = """\
 evaluates a model: --data measures log-likelihood, --pairs pairwise accuracy, --prompts
@@ -94,7 +94,7 @@ class EvalOptions(Samples, ModelOptions):
       workers=checks.NOT_NEGATIVE,
     )
     super().__post_init__()
-    values = attributes.of_fields(self)
+    values = field_values(self)
     for user, names in _USERS.items():
       for name in names:
         if values[user] is None and values[name]:
@@ -209,7 +209,7 @@ def _evaluate(
 
 def _check_model(args: EvalOptions, model: Transformer) -> None:
   """Refuses a reward model where a language model is needed."""
-  for name in attributes.known(args, ("data", "prompts")):
+  for name in known_values(args, ("data", "prompts")):
     if model.config.num_scores is not None:
       raise ValueError(
         f"--{name} needs a language model, but {args.model} is a reward model; use it "
@@ -234,7 +234,7 @@ def _ks(args: EvalOptions) -> list[int]:
 def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
   """Refuses processes whose arguments or files differ."""
   about = _about(args)
-  models = fingerprints.of_models(attributes.of(args, ("model", "reference")))
+  models = fingerprints.of_models(named_values(args, ("model", "reference")))
   files = about["sha256"] | models
   if args.adapter is not None:
     folder = pathlib.Path(args.adapter)
@@ -244,7 +244,7 @@ def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
 
 def _about(args: EvalOptions) -> dict[str, Any]:
   """Returns the version, the arguments, and the digests of the files."""
-  paths = attributes.known(args, ("data", "pairs", "prompts"))
+  paths = known_values(args, ("data", "pairs", "prompts"))
   files = {name: fingerprints.of_file(path) for name, path in paths.items()}
   arguments = dataclasses.asdict(args)
   return {"tunix": tunix.__version__, "arguments": arguments, "sha256": files}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 if TYPE_CHECKING:
   from tunix.models.transformer.config import TransformerConfig
@@ -50,7 +50,7 @@ def check(config: TransformerConfig) -> None:
     "qk_norm": (None, "head", "all"),
     "attention": ATTENTION,
   }
-  for name, value in attributes.of(config, choices).items():
+  for name, value in named_values(config, choices).items():
     if value not in (allowed := choices[name]):
       raise ValueError(f"{name} {value!r} must be one of {allowed}")
   _check_layer_types(config)
@@ -131,6 +131,6 @@ def _check_mla(config: TransformerConfig) -> None:
   want = {"head_dim": config.mla.head_dim, "num_kv_heads": config.num_heads}
   want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
   want["attention_gate"] = False
-  for name, value in attributes.of(config, want).items():
+  for name, value in named_values(config, want).items():
     if value != want[name]:
       raise ValueError(f"{name} is {value!r} with mla; expected {want[name]!r}")

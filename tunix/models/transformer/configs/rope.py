@@ -6,7 +6,8 @@ import dataclasses
 import typing
 from typing import Literal
 
-from tunix.utils import attributes, checks
+from tunix.utils import checks
+from tunix.utils.setting import named_values
 
 Scaling = Literal["linear", "llama3", "yarn", "longrope", "proportional"]
 
@@ -108,7 +109,7 @@ class RopeConfig:
       )
 
   def _check_divisors(self):
-    tables = attributes.of(self, ("short_factors", "long_factors"))
+    tables = named_values(self, ("short_factors", "long_factors"))
     for name, values in tables.items():
       if not values or len(values) != len(self.long_factors):
         raise ValueError(

@@ -15,7 +15,8 @@ from tunix.models.transformer.hf.values import (
   table,
   text,
 )
-from tunix.utils import attributes, checks
+from tunix.utils import checks
+from tunix.utils.setting import named_values
 
 _DEFAULT_THETA = 10_000.0
 
@@ -154,8 +155,8 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["low_freq_factor"] = rope.low_freq_factor
     scaling["high_freq_factor"] = rope.high_freq_factor
   if rope.scaling == "yarn":
-    usual = attributes.of(RopeConfig, _YARN)
-    values = attributes.of(rope, _YARN)
+    usual = named_values(RopeConfig, _YARN)
+    values = named_values(rope, _YARN)
     scaling |= {name: x for name, x in values.items() if x != usual[name]}
   if rope.scaling == "longrope":
     scaling["short_factor"] = list(rope.short_factors)

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float
 from tunix.models.transformer.paged import kernels as paged_kernels
 from tunix.models.transformer.paged.rows import Ragged
 from tunix.perf import programs
-from tunix.utils import attributes, mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.setting import named_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Path:
 
   def refusals(self, call: Call) -> list[str]:
     """Returns the unsupported features of a call; empty if the path can run it."""
-    lacks = attributes.of(call, self.lacks)
+    lacks = named_values(call, self.lacks)
     out = [_FEATURES[name] for name, is_used in lacks.items() if is_used]
     listed = {
       "platform": self.platforms,
@@ -82,7 +83,7 @@ class Path:
       "head_dim": self.head_dims,
       "page_tokens": self.page_sizes,
     }
-    for name, value in attributes.of(call, listed).items():
+    for name, value in named_values(call, listed).items():
       allowed = listed[name]
       if allowed is not None and value not in allowed:
         out.append(f"{name} {value} (it takes {', '.join(map(str, allowed))})")
