@@ -9,7 +9,7 @@ from flax import nnx
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.model import Gemma3, ModelConfig
 from tunix.models.gemma3.vision import Projector, VisionConfig, VisionTower
-from tunix.models.vision.config import VisionLanguageConfig
+from tunix.models.vision.config import VisionLanguageConfig, in_model
 from tunix.models.vision.model import VisionLanguageModel
 
 _VISION = VisionConfig()
@@ -42,7 +42,6 @@ class MultimodalGemma3(Gemma3, VisionLanguageModel):
 
   def __init__(self, config: MultimodalConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    tower = config.tower
-    assert isinstance(tower, VisionConfig)
+    tower = in_model(config.vision, config)
     self.vision_tower = VisionTower(tower, rngs=rngs)
     self.multi_modal_projector = Projector(tower, config.embed_dim, rngs=rngs)

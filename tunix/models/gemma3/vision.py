@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.vision.config import CHANNELS as CHANNELS
 from tunix.models.vision.layers import LayerNorm as LayerNorm, attend_all as attend_all
 from tunix.models.vision.siglip import SiglipConfig, SiglipTower
 from tunix.utils import checks

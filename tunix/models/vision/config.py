@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -78,6 +78,9 @@ class TowerConfig:
     return scans(self.scan_layers, self.num_layers)
 
 
+Tower = TypeVar("Tower", bound=TowerConfig)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionLanguageConfig(TransformerConfig):
   """The part of a configuration that is about images.
@@ -87,7 +90,7 @@ class VisionLanguageConfig(TransformerConfig):
 
   Attributes:
     vision: shape of the tower. Its dtypes, remat, scanning and sharding are replaced by
-      those of this configuration, see `tower`.
+      those of this configuration, see `in_model`.
   """
 
   vision: TowerConfig
@@ -97,19 +100,19 @@ class VisionLanguageConfig(TransformerConfig):
     """The id of the tokens whose embeddings are replaced by vectors of images."""
     raise NotImplementedError
 
-  @property
-  def tower(self) -> TowerConfig:
-    """The configuration that the tower is built with."""
-    return dataclasses.replace(
-      self.vision,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
-      remat=self.remat,
-      scan_layers=self.scan_layers,
-      sharding=self.sharding,
-    )
-
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack with the parameter `path`."""
     in_tower = path.startswith("vision_tower.")
     return self.vision.layers_of(path) if in_tower else super().layers_of(path)
+
+
+def in_model(vision: Tower, config: TransformerConfig) -> Tower:
+  """Returns a tower's configuration with the dtypes and options of its model."""
+  return dataclasses.replace(
+    vision,
+    dtype=config.dtype,
+    param_dtype=config.param_dtype,
+    remat=config.remat,
+    scan_layers=config.scan_layers,
+    sharding=config.sharding,
+  )

@@ -219,10 +219,10 @@ def write_layers(config: TransformerConfig) -> dict[str, Any]:
   return hf
 
 
-def write_activation(config: TransformerConfig) -> str:
-  """Returns Hugging Face's name of the activation."""
+def write_activation(activation: Activation) -> str:
+  """Returns Hugging Face's name of an activation."""
   names = {kind: name for name, kind in reversed(list(_ACTIVATIONS.items()))}
-  return names[config.activation]
+  return names[activation]
 
 
 def write_decoder(
@@ -240,7 +240,7 @@ def write_decoder(
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": write_activation(config),
+    "hidden_act": write_activation(config.activation),
     "attention_bias": config.o_bias,
     "rms_norm_eps": config.norm_eps,
     "tie_word_embeddings": config.tie_embeddings,
