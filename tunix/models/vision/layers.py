@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import rope
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules
-from tunix.models.transformer.dense.layers import Linear, RMSNorm, fresh, param
+from tunix.models.transformer.dense.layers import RMSNorm, fresh, param
+from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.unstack import layer_states
 from tunix.models.vision.config import CHANNELS, TowerConfig
@@ -125,17 +126,11 @@ def attend_all(
 class VisionAttention(nnx.Module):
   """Bidirectional self-attention; q, k, v, out are [Dv, Dv]."""
 
-  def __init__(
-    self,
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    out_proj: Linear,
-    *,
-    num_heads: int,
-  ):
-    self.q_proj, self.k_proj = q_proj, k_proj
-    self.v_proj, self.out_proj = v_proj, out_proj
+  def __init__(self, make: LayerMaker, dim: int, *, num_heads: int, bias: bool):
+    self.q_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.k_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.v_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.out_proj = make.linear(dim, dim, "out_in", bias=bias)
     self.num_heads = num_heads
 
   def __call__(

@@ -133,13 +133,7 @@ def _layers(c: PixtralConfig, rngs: nnx.Rngs) -> VisionLayer:
   """Makes the stack of layers."""
   d, f = c.embed_dim, c.hidden_dim
   make = LayerMaker(c.sharding, c.param_dtype, rngs, (c.num_layers,))
-  attn = VisionAttention(
-    make.linear(d, d, "in_out"),
-    make.linear(d, d, "in_out"),
-    make.linear(d, d, "in_out"),
-    make.linear(d, d, "out_in"),
-    num_heads=c.num_heads,
-  )
+  attn = VisionAttention(make, d, num_heads=c.num_heads, bias=False)
   mlp = GatedMLP(
     make.linear(d, f, "in_out"),
     make.linear(d, f, "in_out"),

@@ -7,7 +7,6 @@ arXiv:2303.15343), without its pooling head. Gemma 3 and SmolVLM2 use it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +72,10 @@ def _layers(c: TowerConfig, rngs: nnx.Rngs) -> VisionLayer:
   """Makes the stack of layers."""
   d, f = c.embed_dim, c.hidden_dim
   make = LayerMaker(c.sharding, c.param_dtype, rngs, (c.num_layers,))
-  linear = functools.partial(make.linear, bias=True)
-  attn = VisionAttention(
-    linear(d, d, "in_out"),
-    linear(d, d, "in_out"),
-    linear(d, d, "in_out"),
-    linear(d, d, "out_in"),
-    num_heads=c.num_heads,
+  attn = VisionAttention(make, d, num_heads=c.num_heads, bias=True)
+  mlp = VisionMLP(
+    make.linear(d, f, "in_out", bias=True), make.linear(f, d, "out_in", bias=True)
   )
-  mlp = VisionMLP(linear(d, f, "in_out"), linear(f, d, "out_in"))
   norms = _layer_norm(c, make), _layer_norm(c, make)
   return VisionLayer(norms[0], attn, norms[1], mlp, c.sharding)
 
