@@ -87,8 +87,9 @@ def by_model_type(model_type: Any, images: bool | None = None) -> Family:
       f"images is True, and of model_type {model_type!r} only text is loaded; expected "
       "None or False: leave images out"
     )
-  for family in with_tower if images else found:
-    return family if images is not False else family.text_only or family
+  if found:
+    family = (with_tower if images else found)[0]
+    return family.text_only or family if images is False else family
   types = sorted(t for family in FAMILIES.values() for t in family.model_types)
   raise ValueError(
     f"model_type {model_type!r} is unknown, known are {types}: pass family=Family(...) "

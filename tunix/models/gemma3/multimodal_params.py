@@ -59,7 +59,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   return hf if config.num_scores is None else hf | scores
 
 
-FAMILY = tower_params.text_alone(
+FAMILY = tower_params.with_text_only(
   text_params.FAMILY,
   Family(
     name="gemma3_multimodal",

@@ -63,7 +63,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> MultimodalConfig:
     ValueError: see `ministral3.params.config_from_hf` and `vision.params`.
   """
   hf_config.check_supported(hf, _SUPPORTED)
-  fields = vars(text_params.config_from_hf({"tie_word_embeddings": True, **hf}))
+  fields = vars(text_params.config_from_hf(hf))
   fields |= {"num_scores": hf_config.read_scores(hf)}
   ids = {"image_token_index": hf.get("image_token_id", 10), **hf}
   return MultimodalConfig(

@@ -78,7 +78,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   }
 
 
-FAMILY = tower_params.text_alone(
+FAMILY = tower_params.with_text_only(
   llama3.FAMILY,
   Family(
     name="smolvlm",

@@ -230,7 +230,7 @@ def write_model(
   return hf
 
 
-def text_alone(
+def with_text_only(
   family: Family, multimodal: Family, prefixes: Mapping[str, str], towers: str
 ) -> Family:
   """Returns a multimodal family that can leave the tower out, see `Family.text_only`.
