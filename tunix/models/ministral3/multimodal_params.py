@@ -72,7 +72,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> MultimodalConfig:
     merge=integer({"spatial_merge_size": 2, **hf}, "spatial_merge_size"),
     image_token_id=integer(ids, "image_token_index", checks.NOT_NEGATIVE),
     projector_activation=hf_config.read_activation(
-      {"hidden_act": hf.get("projector_hidden_act", "gelu")}
+      {"projector_hidden_act": "gelu", **hf}, "projector_hidden_act"
     ),
     projector_bias=flag(hf, "multimodal_projector_bias"),
   )

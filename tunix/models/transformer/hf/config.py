@@ -76,15 +76,19 @@ def check_supported(
       )
 
 
-def read_activation(hf: HfConfig) -> Activation:
-  """Returns the MLP's activation; an absent field means "silu".
+def read_activation(hf: HfConfig, field: str = "hidden_act") -> Activation:
+  """Returns an activation function, the MLP's; an absent field means "silu".
+
+  Args:
+    hf: the parsed `config.json`, or a section of it.
+    field: the field with its name.
 
   Raises:
     ValueError: the decoder does not have this activation.
   """
-  name = text(hf, "hidden_act", "silu")
+  name = text(hf, field, "silu")
   if name not in _ACTIVATIONS:
-    raise ValueError(f"hidden_act is {name!r}, supported are {sorted(_ACTIVATIONS)}")
+    raise ValueError(f"{field} is {name!r}, supported are {sorted(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
 
