@@ -9,7 +9,6 @@ without editing the package: they build a `Family` and pass it as `family=` to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.family import Family as Family, Preset
@@ -68,7 +67,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def by_model_type(model_type: Any, images: bool | None = None) -> Family:
+def by_model_type(model_type: object, images: bool | None = None) -> Family:
   """Returns the family of a `config.json`.
 
   Args:

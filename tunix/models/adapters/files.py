@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -132,7 +132,7 @@ def save_adapter(
       (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
+def _common(adapters: dict[str, Linear], what: str, of: Callable[[Linear], Any]) -> Any:
   values = {of(linear) for linear in adapters.values()}
   if len(values) > 1:
     raise ValueError(
@@ -182,7 +182,7 @@ def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   return out
 
 
-def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
+def _patterns(values: dict[str, Any], common: object) -> dict[str, Any]:
   """Returns the values that differ from the common one, by name.
 
   The name is a module's last part if all layers share the value, else its full name.

@@ -44,7 +44,7 @@ class VisionLanguageModel(Transformer):
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     images: Any = None,
-    **options: Any,
+    **options: object,
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs `Transformer.__call__` with images.
 
