@@ -21,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models import families
-from tunix.models.adapters import lora_modules
+from tunix.models.adapters import lora_modules, token_rows
 from tunix.models.adapters.lora_modules import CastError
 from tunix.models.families import Family
 from tunix.models.files import tensor_files
@@ -117,7 +117,7 @@ def save_pretrained(
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
     if not together or jax.process_index() == 0:
       if origin is not None:
-        _copy_companions(origin, staging)
+        copy_companions(origin, staging)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.report_errors(errors, None, _log)
 
@@ -204,7 +204,8 @@ def _unknown_fields(
   return extra
 
 
-def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+def copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the files of a model that are neither weights nor `config.json`."""
   for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
     target = folder / file.relative_to(origin)
     target.parent.mkdir(exist_ok=True)
@@ -228,6 +229,7 @@ def new_tensors(
     dtype: dtype of the tensors; None keeps the model's.
     errors: gets the rounding error of each merged adapter when it is fetched.
   """
+  model = token_rows.merged(model)
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")

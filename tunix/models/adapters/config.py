@@ -24,7 +24,7 @@ READ = frozenset(
   ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
   + ("rank_pattern", "alpha_pattern", "init_lora_weights")
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-  + ("modules_to_save",)
+  + ("modules_to_save", "trainable_token_indices")
 )
 # The fields that select modules, and the kinds of their values. Every entry is compared
 # with the name of every module.
@@ -35,6 +35,7 @@ _SELECTORS: Mapping[str, tuple[type, ...]] = {
   "layers_to_transform": (int, list),
   "modules_to_save": (list,),
   "target_parameters": (list,),
+  "trainable_token_indices": (list, dict),
   "rank_pattern": (dict,),
   "alpha_pattern": (dict,),
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.models import families, safetensors_saver
-from tunix.models.adapters import lora_modules, whole_modules
+from tunix.models.adapters import lora_modules, token_rows, whole_modules
 from tunix.models.files.tensor_files import NewTensor
 from tunix.models.gguf import architectures, convert, rope
 from tunix.models.gguf.architectures import Architecture
@@ -107,6 +107,8 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   adapters = lora_modules.adapted(model)
   if whole := list(whole_modules.of(model)):
     raise _refused(f"modules_to_save holds {whole[0]}, which is trained whole")
+  if token_rows.of(model):
+    raise _refused("rows of the embedding are trained (trainable_token_indices)")
   if any(linear.lora_magnitude is not None for linear in adapters.values()):
     raise _refused("use_dora is true")
   architecture, hf, _ = _described(model.config)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.dense.cpu_products import TiledKernel
 from tunix.models.transformer.dense.quantized import QuantizedKernel
+from tunix.models.transformer.token_rows import TokenRows
 
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02
@@ -258,7 +259,12 @@ class Embedding(nnx.Module):
     draw = fresh(rngs.params(), (vocab_size, dim))
     self.embedding = param(draw.astype(param_dtype), spec)
 
-  def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+  def __call__(
+    self, tokens: jax.Array, dtype: DTypeLike, rows: TokenRows | None = None
+  ) -> jax.Array:
+    """Looks up tokens; `rows` replace some of the table's."""
     x = self.embedding[...][tokens].astype(dtype)
+    if rows is not None:
+      x = rows.looked_up(x, tokens, self.embedding[...].dtype)
     # The factor is rounded to the compute dtype, as in the training of the checkpoints.
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
