@@ -20,6 +20,11 @@ ODD = {
 }
 
 
+def family_of(hf):
+  """The family that reads the whole file, with its section of a vision tower."""
+  return families.by_model_type(hf["model_type"], "vision_config" in hf or None)
+
+
 def fields(table, path=()):
   for name, value in table.items():
     yield (*path, name), value
@@ -39,7 +44,7 @@ def changed(hf, path, value):
 @pytest.mark.parametrize("file", FOLDERS, ids=lambda file: file.parent.name)
 def test_odd_values_are_refused_by_name(file):
   hf = json.loads(file.read_text())
-  family = families.by_model_type(hf["model_type"])
+  family = family_of(hf)
   good = family.config_from_hf(hf)
   refused = set()
   for path, value in fields(hf):
@@ -60,7 +65,7 @@ def test_odd_values_are_refused_by_name(file):
 @pytest.mark.parametrize("file", FOLDERS, ids=lambda file: file.parent.name)
 def test_rotary_bases_are_above_0(file):
   hf = json.loads(file.read_text())
-  family = families.by_model_type(hf["model_type"])
+  family = family_of(hf)
   for path, _ in fields(hf):
     if path[-1] == "rope_theta":
       for theta in (0, -1.0):
@@ -71,7 +76,7 @@ def test_rotary_bases_are_above_0(file):
 @pytest.mark.parametrize("file", FOLDERS, ids=lambda file: file.parent.name)
 def test_counts_are_bounded_before_anything_is_made_of_them(file):
   hf = json.loads(file.read_text())
-  family = families.by_model_type(hf["model_type"])
+  family = family_of(hf)
   for path, _ in fields(hf):
     name = path[-1]
     if name in ("num_hidden_layers", "num_experts", "num_local_experts"):

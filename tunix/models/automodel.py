@@ -54,6 +54,7 @@ class AutoModel:
     num_scores: int | None = None,
     quantize: QuantizationConfig | str | None = None,
     quantise: QuantizationConfig | str | None = None,
+    images: bool | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
@@ -77,6 +78,8 @@ class AutoModel:
         "mxfp4" these are the experts of a mixture, and experts that the folder holds in
         MXFP4 keep their numbers.
       quantise: another name of `quantize`.
+      images: True loads the vision tower of a folder that has one, False leaves it out.
+        None loads it for Gemma 3 and SmolVLM. Not with `family`.
       family: the kind of model; None selects it by `model_type`.
 
     Raises:
@@ -90,12 +93,17 @@ class AutoModel:
         f"quantize is {quantize!r} and quantise is {quantise!r}, expected one of them: "
         "they are two names of one argument. Give quantize alone"
       )
+    if images is not None and family is not None:
+      raise ValueError(
+        f"images is {images} and family is {family.name!r}, expected one of them: the "
+        "family decides what is loaded"
+      )
     path = resolve_folder(folder, revision)
     file_sums.check(path)
     config_file = path / "config.json"
     hf = tensor_files.read_json(config_file)
     try:
-      family = family or families.by_model_type(hf.get("model_type"))
+      family = family or families.by_model_type(hf.get("model_type"), images)
       config = family.config_from_hf(stored_formats.plain(hf))
       tensors = _canonical(open_tensors(path), family)
       tensors = stored_formats.decoded(hf, tensors)

@@ -20,7 +20,10 @@ from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
 from tunix.models.granite4 import params as granite4
 from tunix.models.llama3 import params as llama3
-from tunix.models.ministral3 import params as ministral3
+from tunix.models.ministral3 import (
+  multimodal_params as ministral3_multimodal,
+  params as ministral3,
+)
 from tunix.models.mistral import params as mistral
 from tunix.models.nemotron_h import params as nemotron_h
 from tunix.models.olmo2 import params as olmo2
@@ -31,6 +34,7 @@ from tunix.models.qwen3 import params as qwen3
 from tunix.models.qwen3_5 import params as qwen3_5
 from tunix.models.qwen3_5_moe import params as qwen3_5_moe
 from tunix.models.smollm3 import params as smollm3
+from tunix.models.smolvlm import params as smolvlm
 from tunix.models.transformer.config import TransformerConfig
 
 FAMILIES: Mapping[str, Family] = {
@@ -46,7 +50,8 @@ FAMILIES: Mapping[str, Family] = {
     granite.FAMILY,
     granite4.FAMILY,
     llama3.FAMILY,
-    ministral3.FAMILY,
+    ministral3.FAMILY,  # before the next one: it is the default for both
+    ministral3_multimodal.FAMILY,
     mistral.FAMILY,
     nemotron_h.FAMILY,
     olmo2.FAMILY,
@@ -57,22 +62,33 @@ FAMILIES: Mapping[str, Family] = {
     qwen3_5.FAMILY,
     qwen3_5_moe.FAMILY,
     smollm3.FAMILY,
+    smolvlm.FAMILY,
   )
 }
 
 
-def by_model_type(model_type: object) -> Family:
+def by_model_type(model_type: object, images: bool | None = None) -> Family:
   """Returns the family of a `config.json`.
 
   Args:
     model_type: the value of its field `model_type`.
+    images: True for the family that loads the vision tower, False for the one that
+      leaves it out, None for the first one of `FAMILIES`.
 
   Raises:
-    ValueError: no family has this model type; the message lists the known ones.
+    ValueError: no family has this model type, the message lists the known ones; or
+      images is True and only text is loaded.
   """
-  for family in FAMILIES.values():
-    if model_type in family.model_types:
-      return family
+  found = [f for f in FAMILIES.values() if model_type in f.model_types]
+  with_tower = [f for f in found if f.text_only is not None]
+  if found and images and not with_tower:
+    raise ValueError(
+      f"images is True, and of model_type {model_type!r} only text is loaded; expected "
+      "None or False: leave images out"
+    )
+  if found:
+    family = (with_tower if images else found)[0]
+    return family.text_only or family if images is False else family
   types = sorted(t for family in FAMILIES.values() for t in family.model_types)
   raise ValueError(
     f"model_type {model_type!r} is unknown, known are {types}: pass family=Family(...) "

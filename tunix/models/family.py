@@ -38,6 +38,8 @@ class Family:
       families whose checkpoints come in several spellings.
     hub_names: maps the name of a hub repository, in lower case and without its owner,
       to a preset, where `naming` cannot derive the preset from the name.
+    text_only: for a family of images and text, the family that loads the text model of
+      the same folders without the tower; None for a family of text.
   """
 
   name: str
@@ -51,6 +53,7 @@ class Family:
   presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
   canonical_key: Callable[[str], str] = lambda key: key
   hub_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  text_only: Family | None = None
 
 
 def presets_of(config_class: type, *prefixes: str) -> dict[str, Preset]:

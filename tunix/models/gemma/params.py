@@ -82,7 +82,7 @@ def gemma2_to_hf(config: TransformerConfig) -> dict[str, Any]:
   scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
   scalar = scale**-2
   return {
-    "hidden_activation": hf_config.write_activation(config),
+    "hidden_activation": hf_config.write_activation(config.activation),
     "query_pre_attn_scalar": round(scalar) if abs(scalar % 1 - 0.5) > 0.499 else scalar,
     "attn_logit_softcapping": config.attention_softcap,
     "final_logit_softcapping": config.final_softcap,

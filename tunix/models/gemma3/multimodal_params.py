@@ -11,6 +11,7 @@ from tunix.models.gemma3.multimodal import MultimodalConfig, MultimodalGemma3
 from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.hf import config as hf_config
+from tunix.models.vision import params as tower_params
 
 NAMES: params.NameTable = {
   **vision_params.VISION,
@@ -58,19 +59,28 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   return hf if config.num_scores is None else hf | scores
 
 
-FAMILY = Family(
-  name="gemma3_multimodal",
-  model_types=("gemma3",),
-  config_class=MultimodalConfig,
-  model_class=MultimodalGemma3,
-  names=NAMES,
-  config_from_hf=config_from_hf,
-  config_to_hf=config_to_hf,
-  harmless=HARMLESS,
-  presets={
-    name: make
-    for name, make in presets_of(MultimodalConfig).items()
-    if name not in text_params.FAMILY.presets
+FAMILY = tower_params.with_text_only(
+  text_params.FAMILY,
+  Family(
+    name="gemma3_multimodal",
+    model_types=("gemma3",),
+    config_class=MultimodalConfig,
+    model_class=MultimodalGemma3,
+    names=NAMES,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    harmless=HARMLESS,
+    presets={
+      name: make
+      for name, make in presets_of(MultimodalConfig).items()
+      if name not in text_params.FAMILY.presets
+    },
+    canonical_key=vision_params.canonical_key,
+  ),
+  {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head": "lm_head",
   },
-  canonical_key=vision_params.canonical_key,
+  r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )

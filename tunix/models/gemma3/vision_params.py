@@ -22,10 +22,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from tunix.models.gemma3.image_tokens import ImageTokens
-from tunix.models.gemma3.vision import CHANNELS, VisionConfig
-from tunix.models.transformer.hf.config import check_supported
-from tunix.models.transformer.hf.values import HfConfig, integer, number
+from tunix.models.gemma3.vision import VisionConfig
+from tunix.models.transformer.hf.values import HfConfig, integer
 from tunix.models.transformer.params import HfName, NameTable
+from tunix.models.vision import params as tower_params
 from tunix.utils import checks
 
 _TOWER = "vision_tower.vision_model."
@@ -33,41 +33,9 @@ _PROJECTOR = "multi_modal_projector."
 _TEXT = "language_model."
 
 
-def _pair(module: str, hf_module: str, weight: str, *, transpose: bool) -> NameTable:
-  """Returns the entries of a weight and its bias."""
-  key = _TOWER + hf_module
-  return {
-    f"vision_tower.{module}.{weight}": HfName(f"{key}.weight", transpose),
-    f"vision_tower.{module}.bias": HfName(f"{key}.bias"),
-  }
-
-
-def _linear(module: str) -> NameTable:
-  hf_module = "encoder.layers.{i}." + module.replace("attn.", "self_attn.")
-  return _pair(f"layers.{module}", hf_module, "kernel", transpose=True)
-
-
-def _norm(module: str) -> NameTable:
-  hf_module = "encoder.layers.{i}." + module
-  return _pair(f"layers.{module}", hf_module, "scale", transpose=False)
-
-
-# Parameters of a model that holds `vision_tower` and `multi_modal_projector`. A
-# transposed tensor has all axes reversed: the patch kernel has four.
+# Parameters of a model that holds `vision_tower` and `multi_modal_projector`.
 VISION: NameTable = {
-  **_pair("patch_embedding", "embeddings.patch_embedding", "kernel", transpose=True),
-  "vision_tower.position_embedding.embedding": HfName(
-    f"{_TOWER}embeddings.position_embedding.weight"
-  ),
-  **_norm("layer_norm1"),
-  **_linear("attn.q_proj"),
-  **_linear("attn.k_proj"),
-  **_linear("attn.v_proj"),
-  **_linear("attn.out_proj"),
-  **_norm("layer_norm2"),
-  **_linear("mlp.fc1"),
-  **_linear("mlp.fc2"),
-  **_pair("post_layernorm", "post_layernorm", "scale", transpose=False),
+  **tower_params.siglip_names(_TOWER),
   "multi_modal_projector.mm_soft_emb_norm.scale": HfName(
     f"{_PROJECTOR}mm_soft_emb_norm.weight"
   ),
@@ -110,21 +78,16 @@ def nested_text(names: NameTable) -> NameTable:
   }
 
 
-# Field -> (field of vision_config, its default in transformers' SiglipVisionConfig).
-_VISION_FIELDS = {
-  "num_layers": ("num_hidden_layers", 12),
-  "embed_dim": ("hidden_size", 768),
-  "hidden_dim": ("intermediate_size", 3072),
-  "num_heads": ("num_attention_heads", 12),
-  "patch_size": ("patch_size", 16),
-  "image_size": ("image_size", 224),
+# Values of absent fields, those of transformers' SiglipVisionConfig.
+_VISION_DEFAULTS = {
+  "num_hidden_layers": 12,
+  "hidden_size": 768,
+  "intermediate_size": 3072,
+  "num_attention_heads": 12,
+  "patch_size": 16,
+  "image_size": 224,
 }
-_VISION_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-  "model_type": ("siglip_vision_model",),
-  "hidden_act": ("gelu_pytorch_tanh",),
-  "num_channels": (CHANNELS,),
-  "attention_dropout": (0, None),
-}
+_TYPE = "siglip_vision_model"
 
 
 def vision_config_from_hf(hf: HfConfig, **options: Any) -> VisionConfig:
@@ -138,15 +101,8 @@ def vision_config_from_hf(hf: HfConfig, **options: Any) -> VisionConfig:
     ValueError: `vision_config` is missing, or has a setting that the tower does not
       support.
   """
-  vision = _section(hf, "vision_config")
-  check_supported(vision, _VISION_SUPPORTED, "vision_config.")
-  sizes = {
-    field: integer({hf_field: default, **vision}, hf_field)
-    for field, (hf_field, default) in _VISION_FIELDS.items()
-  }
   return VisionConfig(
-    **sizes,
-    norm_eps=number(vision, "layer_norm_eps", 1e-6),
+    **tower_params.read_siglip(hf, _VISION_DEFAULTS, _TYPE),
     tokens_per_image=integer({"mm_tokens_per_image": 256, **hf}, "mm_tokens_per_image"),
     **options,
   )
@@ -188,12 +144,7 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
   Raises:
     ValueError: the section is missing.
   """
-  above = ("torch_dtype", "dtype", "quantization_config")
-  inherited = {name: hf[name] for name in above if name in hf}
-  # transformers writes the default of tie_word_embeddings into the section, so only the
-  # value of the whole file is read.
-  tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
-  return {**inherited, **_section(hf, "text_config"), **tied}
+  return tower_params.text_section(hf, tied=True)
 
 
 def config_to_hf(
@@ -207,9 +158,6 @@ def config_to_hf(
     text: the text model's `config.json`, with model_type "gemma3_text".
   """
   dtype = jnp.dtype(vision.param_dtype).name
-  sizes = {
-    hf_field: getattr(vision, field) for field, (hf_field, _) in _VISION_FIELDS.items()
-  }
   return {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
@@ -222,20 +170,7 @@ def config_to_hf(
     "tie_word_embeddings": text.get("tie_word_embeddings", True),
     "text_config": dict(text),
     "vision_config": {
-      **{field: accepted[0] for field, accepted in _VISION_SUPPORTED.items()},
-      **sizes,
-      "layer_norm_eps": vision.norm_eps,
+      **tower_params.write_siglip(vision, _TYPE),
       "vision_use_head": False,
-      "dtype": dtype,
     },
   }
-
-
-def _section(hf: HfConfig, name: str) -> Mapping[str, Any]:
-  section = hf.get(name)
-  if not isinstance(section, Mapping):
-    raise ValueError(
-      f"{name} is {section!r}, expected a table: this config.json is not of a Gemma 3 "
-      "model with images"
-    )
-  return section

@@ -76,15 +76,19 @@ def check_supported(
       )
 
 
-def read_activation(hf: HfConfig) -> Activation:
-  """Returns the MLP's activation; an absent field means "silu".
+def read_activation(hf: HfConfig, field: str = "hidden_act") -> Activation:
+  """Returns an activation function, the MLP's; an absent field means "silu".
+
+  Args:
+    hf: the parsed `config.json`, or a section of it.
+    field: the field with its name.
 
   Raises:
     ValueError: the decoder does not have this activation.
   """
-  name = text(hf, "hidden_act", "silu")
+  name = text(hf, field, "silu")
   if name not in _ACTIVATIONS:
-    raise ValueError(f"hidden_act is {name!r}, supported are {sorted(_ACTIVATIONS)}")
+    raise ValueError(f"{field} is {name!r}, supported are {sorted(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
 
@@ -219,10 +223,10 @@ def write_layers(config: TransformerConfig) -> dict[str, Any]:
   return hf
 
 
-def write_activation(config: TransformerConfig) -> str:
-  """Returns Hugging Face's name of the activation."""
+def write_activation(activation: Activation) -> str:
+  """Returns Hugging Face's name of an activation."""
   names = {kind: name for name, kind in reversed(list(_ACTIVATIONS.items()))}
-  return names[config.activation]
+  return names[activation]
 
 
 def write_decoder(
@@ -240,7 +244,7 @@ def write_decoder(
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": write_activation(config),
+    "hidden_act": write_activation(config.activation),
     "attention_bias": config.o_bias,
     "rms_norm_eps": config.norm_eps,
     "tie_word_embeddings": config.tie_embeddings,

@@ -1,0 +1,205 @@
+"""Models of images and text against what transformers computed.
+
+The expected values are committed (tests/golden/make_vision_models.py).
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import checkpoints
+from tests.models.vision import seeing
+from tunix.models import families
+from tunix.models.automodel import AutoModel
+from tunix.models.safetensors_saver import save_pretrained
+from tunix.models.vision import pixtral
+from tunix.utils import mesh as mesh_lib
+
+NAMES = ("smolvlm", "ministral3")
+
+
+def folder_of(name):
+  return checkpoints.GOLDEN / f"{name}_vision"
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+  return request.param
+
+
+@pytest.fixture(scope="module")
+def want(name):
+  return checkpoints.expected(f"{name}_vision")
+
+
+def load(name, **options):
+  return AutoModel.from_pretrained(
+    folder_of(name), dtype=jnp.float32, images=True, **options
+  )
+
+
+def test_logits_loss_and_every_gradient(name, want):
+  seeing.assert_equal(load(name), want)
+
+
+def test_features(name, want):
+  model = load(name, scan_layers=True)
+  images = seeing.images(want)
+  features = np.asarray(jax.jit(model.image_features)(images))
+  features = features.reshape(-1, features.shape[-1])
+  assert checkpoints.relative(features, want["features"]) < seeing.TOLERANCE
+
+
+def test_there_and_back(name, tmp_path):
+  model = load(name)
+  save_pretrained(model, tmp_path / "out", source=folder_of(name))
+  back = AutoModel.from_pretrained(tmp_path / "out", images=True)
+  assert back.config == model.config
+  original = checkpoints.tensors(folder_of(name))
+  canonical = families.of_config(model.config).canonical_key
+  original = {canonical(key): value for key, value in original.items()}
+  saved = checkpoints.tensors(tmp_path / "out")
+  assert sorted(saved) == sorted(original)
+  for key, value in original.items():
+    np.testing.assert_array_equal(saved[key], value.astype(np.float32), err_msg=key)
+
+
+@pytest.mark.parametrize("name", ("gemma3", *NAMES))
+def test_text_alone(name, tmp_path):
+  """images=False leaves the tower out, and computes the same logits for texts."""
+  want = checkpoints.expected(f"{name}_vision")
+  model = AutoModel.from_pretrained(folder_of(name), dtype=jnp.float32, images=False)
+  assert not hasattr(model, "vision_tower")
+  tokens, expected = want["tokens"][1:2, 5:], want["logits"][1:2, 5:]  # no images
+  logits, _ = jax.jit(lambda tokens: model(tokens))(tokens)
+  assert checkpoints.relative(logits, expected) < seeing.TOLERANCE
+  save_pretrained(model, tmp_path / "out", source=folder_of(name))
+  assert AutoModel.from_pretrained(tmp_path / "out").config == model.config
+
+
+def test_which_folders_load_a_tower_unasked():
+  kinds = ("gemma3", "smolvlm", "idefics3", "mistral3", "llama")
+  unasked = [families.by_model_type(kind).name for kind in kinds]
+  assert unasked == ["gemma3_multimodal", "smolvlm", "smolvlm", "ministral3", "llama3"]
+  texts = [families.by_model_type(kind, images=False).name for kind in kinds]
+  assert texts == ["gemma3", "llama3", "llama3", "ministral3", "llama3"]
+  asked = families.by_model_type("mistral3", images=True)
+  assert asked.name == "ministral3_multimodal"
+  with pytest.raises(ValueError, match="images is True, and of model_type 'llama'"):
+    families.by_model_type("llama", images=True)
+  with pytest.raises(ValueError, match="images is False and family is 'smolvlm'"):
+    AutoModel.from_pretrained(
+      folder_of("smolvlm"), images=False, family=families.FAMILIES["smolvlm"]
+    )
+
+
+def test_images_of_rows_with_padding():
+  """Rows keep their images; missing images and padding change no logits."""
+  want = checkpoints.expected("ministral3_vision")
+  model = load("ministral3")
+  given = seeing.arguments(want)
+  values, grid = given["images"]
+  counts = grid.prod(1)
+  split = [values[: counts[:2].sum()], values[:0], values[counts[:2].sum() :]]
+  longest = max(map(len, split)) + 4
+  padded = [np.pad(x, ((0, longest - len(x)), (0, 0))) for x in split]
+  none = np.zeros((2, 2), np.int32)
+  grids = np.stack([grid[:2], none, np.stack([grid[2], none[0]])])
+  run = jax.jit(lambda images: model(want["tokens"], **given | {"images": images})[0])
+  logits = run((np.stack(padded), grids))
+  assert checkpoints.relative(seeing.valid(logits, want), want["logits"]) < 1e-5
+  # An image that the tokens have a place for is missing, or is not made of squares.
+  for row, wrong in ((0, none), (2, grids[2] + [[0, 1], [0, 0]])):
+    changed = grids.copy()
+    changed[row] = wrong
+    logits = run((np.stack(padded), changed))
+    finite = np.isfinite(seeing.valid(logits, want)).all(axis=(1, 2))
+    np.testing.assert_array_equal(finite, np.arange(3) != row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_over_devices(name, mesh_fsdp4_tp2):
+  """Gradients of four rows with images of their own, on eight devices and on one."""
+  want = checkpoints.expected(f"{name}_vision")
+  rows = {key: np.stack([want[key][0]] * 4) for key in ("tokens", "mask")}
+  rows["tokens"][:, -4:] = np.arange(16).reshape(4, 4)
+  if name == "smolvlm":
+    rng = np.random.default_rng(0)
+    rows["images"] = rng.uniform(-1, 1, (4, 2, 24, 24, 3)).astype(np.float32)
+  else:
+    rows |= {key: np.stack([want[key]] * 4) for key in ("values", "grid")}
+  _, one, expected = seeing.loss_and_gradients(load(name), rows)
+  with mesh_lib.use_mesh(mesh_fsdp4_tp2):
+    _, many, got = seeing.loss_and_gradients(load(name, mesh=mesh_fsdp4_tp2), rows)
+  np.testing.assert_allclose(many, one, rtol=1e-5)
+  total = np.sqrt(sum(np.sum(np.square(x)) for x in expected.values()))
+  for path, gradient in expected.items():
+    size = max(np.linalg.norm(gradient), 1e-3 * total)
+    error = np.linalg.norm(np.asarray(got[path]) - gradient) / size
+    assert error < seeing.TOLERANCE, (path, error)
+
+
+def test_places_and_squares_by_hand():
+  grid = jnp.array([[[2, 4], [2, 2]]])
+  at = pixtral.places(grid, 13)
+  np.testing.assert_array_equal(at.owner[0], [0] * 8 + [1] * 4 + [2])
+  np.testing.assert_array_equal(at.row[0, :12], [0] * 4 + [1] * 4 + [0, 0, 1, 1])
+  np.testing.assert_array_equal(at.column[0, :12], [0, 1, 2, 3] * 2 + [0, 1] * 2)
+  index, valid = pixtral.squares(grid, 16, 2)
+  np.testing.assert_array_equal(
+    index[0, :3], [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 10, 11]]
+  )
+  np.testing.assert_array_equal(valid[0], [True, True, True, False])
+  too_many = pixtral.squares(grid, 8, 2)[1]
+  assert not too_many.any()
+
+
+SPELLINGS = (
+  ("vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
+  ("model.vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
+  ("model.multi_modal_projector.norm.weight", "multi_modal_projector.norm.weight"),
+  ("model.language_model.norm.weight", "language_model.model.norm.weight"),
+  ("language_model.model.norm.weight", "language_model.model.norm.weight"),
+  ("language_model.lm_head.weight", "language_model.lm_head.weight"),
+  ("lm_head.weight", "language_model.lm_head.weight"),
+)
+
+
+@pytest.mark.parametrize("key, want", SPELLINGS)
+def test_spellings_of_ministral3(key, want):
+  canonical = families.FAMILIES["ministral3_multimodal"].canonical_key
+  assert canonical(key) == canonical(want) == want
+
+
+@pytest.mark.parametrize(
+  "name, section, field, value, message",
+  [
+    ("smolvlm", None, "scale_factor", 4, "shuffle is 4 .* divisor of 6"),
+    ("smolvlm", "vision_config", "hidden_act", "relu", "hidden_act is 'relu'"),
+    ("smolvlm", "text_config", "model_type", "qwen2", "supported is only 'llama'"),
+    ("smolvlm", None, "vision_config", None, "vision_config is None"),
+    ("ministral3", None, "vision_feature_layer", -2, "vision_feature_layer is -2"),
+    ("ministral3", "vision_config", "num_attention_heads", 2, "expected a multiple"),
+    ("ministral3", "vision_config", "head_dim", 8, "vision_config.head_dim is 8"),
+    ("ministral3", "vision_config", "model_type", "clip", "supported is only 'pixtral"),
+    ("ministral3", "vision_config", "num_channels", 1, "num_channels is 1"),
+  ],
+)
+def test_refused_settings(name, section, field, value, message):
+  hf = json.loads((folder_of(name) / "config.json").read_text())
+  (hf if section is None else hf[section])[field] = value
+  if field == "num_attention_heads":
+    del hf[section]["head_dim"]
+  family = families.by_model_type(hf["model_type"], images=True)
+  with pytest.raises(ValueError, match=message):
+    family.config_from_hf(hf)
+
+
+def test_other_sizes_of_patches_are_refused():
+  model = load("ministral3")
+  with pytest.raises(ValueError, match=r"values have shape \(1, 4, 27\), expected"):
+    model.image_features((np.zeros((4, 27)), np.array([[2, 2]])))

@@ -1,0 +1,1 @@
+"""SmolVLM, SmolVLM2 and Idefics3: images and text."""

@@ -1,0 +1,1 @@
+"""Vision towers, and the parts that models of images and text share."""

@@ -1,0 +1,208 @@
+"""The layers of vision towers: patches, attention without a mask, and the stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tunix.models.transformer.attention import rope
+from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules
+from tunix.models.transformer.dense.layers import RMSNorm, fresh, param
+from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.shards import sharding
+from tunix.models.transformer.unstack import layer_states
+from tunix.models.vision.config import CHANNELS, TowerConfig
+
+# Number of queries in a block of scores. With 16 heads and 4096 keys in float32, 1024
+# queries take 256 MiB per image; all 4096 queries would take 1 GiB.
+QUERY_BLOCK = 1024
+
+
+class LayerNorm(nnx.Module):
+  """(x - mean) / sqrt(var + eps) * scale + bias in float32 (arXiv:1607.06450)."""
+
+  def __init__(
+    self,
+    dim: int,
+    eps: float,
+    *,
+    stack: tuple[int, ...] = (),
+    spec: tuple[Any, ...],
+    param_dtype: DTypeLike = jnp.float32,
+  ):
+    self.scale = param(jnp.ones((*stack, dim), param_dtype), spec)
+    self.bias = param(jnp.zeros((*stack, dim), param_dtype), spec)
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+    y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+class PatchEmbedding(nnx.Module):
+  """A convolution whose stride is its kernel size, as one product over patches.
+
+  Attributes:
+    kernel: [width, height, channel, Dv], the checkpoint's [Dv, channel, height, width]
+      with all axes reversed: the loader's transpose reverses all axes.
+    bias: [Dv], or None.
+  """
+
+  def __init__(self, config: TowerConfig, rngs: nnx.Rngs, *, bias: bool = True):
+    c, rules = config, config.sharding
+    shape = (c.patch_size, c.patch_size, CHANNELS, c.embed_dim)
+    draw = fresh(rngs.params(), shape)
+    spec = (None, None, None, rules.weight_axes)
+    self.kernel = param(draw.astype(c.param_dtype), spec)
+    zeros = jnp.zeros(c.embed_dim, c.param_dtype)
+    self.bias = nnx.data(param(zeros, (rules.weight_axes,)) if bias else None)
+
+  def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
+    """Embeds the patches of whole images, row by row from the upper left."""
+    edge = self.kernel.shape[0]
+    n, height, width, channels = pixels.shape
+    x = pixels.reshape(n, height // edge, edge, width // edge, edge, channels)
+    x = x.transpose(0, 1, 3, 2, 4, 5)
+    return self.embed(x.reshape(n, -1, edge, edge, channels))
+
+  def embed(self, patches: Float[Array, "n P y x C"]) -> Float[Array, "n P Dv"]:
+    """Embeds patches."""
+    x = patches.swapaxes(2, 3)
+    x = x.reshape(*x.shape[:2], -1)
+    x = x @ self.kernel[...].reshape(x.shape[-1], -1).astype(x.dtype)
+    return x if self.bias is None else x + self.bias[...].astype(x.dtype)
+
+
+def attend_all(
+  query: Float[Array, "n P N H"],
+  key: Float[Array, "n P N H"],
+  value: Float[Array, "n P N H"],
+  block: int = QUERY_BLOCK,
+  owners: Int[Array, "n P"] | None = None,
+) -> Float[Array, "n P N H"]:
+  """Returns softmax(q k^T / sqrt(H)) v without a causal mask.
+
+  Scores and softmax are float32. They are computed for at most `block` queries at a
+  time and recomputed in the backward pass, so that no [P, P] array is held.
+
+  Args:
+    query, key, value: of the patches.
+    block: largest number of queries in a block.
+    owners: number of each patch's image; a patch attends to the patches of its image.
+      None lets all patches of a row attend to each other.
+  """
+  n, patches, _, head_dim = query.shape
+  size = max(d for d in range(1, min(block, patches) + 1) if patches % d == 0)
+
+  def one(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+    query, own = part
+    scores = jnp.einsum(
+      "nqhd,nkhd->nhqk", query, key, preferred_element_type=jnp.float32
+    )
+    if own is not None and owners is not None:
+      same = own[:, None, :, None] == owners[:, None, None, :]
+      scores = jnp.where(same, scores, -jnp.inf)  # a patch sees itself at least
+    weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1).astype(value.dtype)
+    return jnp.einsum("nhqk,nkhd->nqhd", weights, value)
+
+  if size == patches:
+    return one((query, owners))
+
+  def parts(x: jax.Array) -> jax.Array:
+    return x.reshape(n, patches // size, size, *x.shape[2:]).swapaxes(0, 1)
+
+  out = jax.lax.map(jax.checkpoint(one), jax.tree.map(parts, (query, owners)))
+  return out.swapaxes(0, 1).reshape(query.shape)
+
+
+class VisionAttention(nnx.Module):
+  """Bidirectional self-attention; q, k, v, out are [Dv, Dv]."""
+
+  def __init__(self, make: LayerMaker, dim: int, *, num_heads: int, bias: bool):
+    self.q_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.k_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.v_proj = make.linear(dim, dim, "in_out", bias=bias)
+    self.out_proj = make.linear(dim, dim, "out_in", bias=bias)
+    self.num_heads = num_heads
+
+  def __call__(
+    self,
+    x: Float[Array, "n P Dv"],
+    angles: rope.Angles | None = None,
+    owners: Int[Array, "n P"] | None = None,
+  ) -> Float[Array, "n P Dv"]:
+    """Attends.
+
+    Args:
+      x: the patches.
+      angles: rotary angles of queries and keys, or None.
+      owners: see `attend_all`.
+    """
+    heads = (*x.shape[:2], self.num_heads, -1)
+    query, key, value = (
+      proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    if angles is not None:
+      query, key = rope.rotate(query, angles), rope.rotate(key, angles)
+    attended = attend_all(query, key, value, owners=owners)
+    return self.out_proj(attended.reshape(x.shape))
+
+
+class VisionLayer(nnx.Module):
+  """Attention and MLP, each after a norm and added to the residual stream."""
+
+  def __init__(
+    self,
+    layer_norm1: LayerNorm | RMSNorm,
+    attn: VisionAttention,
+    layer_norm2: LayerNorm | RMSNorm,
+    mlp: nnx.Module,
+    rules: ShardingRules,
+  ):
+    self.layer_norm1, self.attn = layer_norm1, attn
+    self.layer_norm2, self.mlp = layer_norm2, mlp
+    self.rules = rules
+
+  def __call__(self, x: Float[Array, "n P Dv"], *inputs: Any) -> Float[Array, "n P Dv"]:
+    """Runs the layer; `inputs` are the further ones of `VisionAttention`."""
+    with jax.named_scope("attn"):
+      x = x + self.attn(self.layer_norm1(x), *inputs)
+      x = sharding.pin_activations(x, self.rules)
+    with jax.named_scope("mlp"):
+      x = x + self.mlp(self.layer_norm2(x))
+    return sharding.pin_activations(x, self.rules)
+
+
+def run_layers(
+  layers: VisionLayer, x: jax.Array, config: TowerConfig, *inputs: Any
+) -> jax.Array:
+  """Runs a stack of layers, scanned or unrolled.
+
+  Args:
+    layers: one module of stacked weights [L, ...].
+    x: the input of the first layer.
+    config: says how the layers run.
+    inputs: further inputs of every layer.
+  """
+  graph, state = nnx.split(layers)
+
+  def call(state, x):
+    return nnx.merge(graph, state)(x, *inputs)
+
+  if config.remat != "none":
+    call = jax.checkpoint(call, policy=REMAT_POLICIES[config.remat])
+  if config.scanned:
+    with jax.named_scope("layers"):
+      return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]
+  for i, one in enumerate(layer_states(state)):
+    with jax.named_scope(f"layer_{i}"):
+      x = call(one, x)
+  return x

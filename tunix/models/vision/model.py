@@ -1,0 +1,96 @@
+"""A decoder that reads images: soft tokens get the vectors of a vision tower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from tunix.models.transformer.cache import KVCache
+from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.shards import explicit
+from tunix.models.vision.config import VisionLanguageConfig
+from tunix.models.vision.soft_tokens import image_groups, scatter_images
+
+
+class VisionLanguageModel(Transformer):
+  """A `Transformer` with a vision tower.
+
+  A family derives its model from its text model and from this class, in this order, and
+  makes the two modules.
+
+  Attributes:
+    vision_tower: makes one vector per patch of an image.
+    multi_modal_projector: makes the vectors of the soft tokens from them.
+    attends_within_images: True if the tokens of an image attend to each other in both
+      directions; else attention is causal.
+  """
+
+  config: VisionLanguageConfig
+  vision_tower: nnx.Module
+  multi_modal_projector: nnx.Module
+  attends_within_images = False
+
+  @explicit.auto_inside(explicit.call_specs)
+  def __call__(
+    self,
+    input_tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    cache: KVCache | None = None,
+    attention_mask: Bool[Array, "B T S"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    images: Any = None,
+    **options: object,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Runs `Transformer.__call__` with images.
+
+    Args:
+      input_tokens, positions, cache, attention_mask, segment_ids, options: see
+        `Transformer.__call__`. With a cache, a call must hold all tokens of its images.
+      images: the images of the batch or of its rows, see `image_features`, in the order
+        of the soft tokens. Images by row stay with their rows when a batch is cut. Rows
+        with too few images become NaN; `soft_tokens.check_images` finds them before the
+        call. None looks soft tokens up like any other token.
+
+    Raises:
+      ValueError: see `Transformer.__call__`; or images are combined with
+        `input_embeddings` or `groups`.
+    """
+    if images is not None:
+      if {"input_embeddings", "groups"} & options.keys():
+        raise ValueError(
+          "images cannot be combined with input_embeddings or groups, which are made "
+          "from them"
+        )
+      soft = self.config.soft_token
+      # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
+      x = self.embed(jnp.where(input_tokens == soft, 0, input_tokens))
+      features = self.image_features(images)
+      options["input_embeddings"] = scatter_images(x, input_tokens, features, soft)
+      if self.attends_within_images:
+        options["groups"] = image_groups(input_tokens, soft)
+    return super().__call__(
+      input_tokens,
+      positions,
+      cache,
+      attention_mask,
+      segment_ids=segment_ids,
+      **options,
+    )
+
+  def image_features(self, images: Any) -> jax.Array:
+    """Returns the vectors of the images' soft tokens, [*n, K, D] with K per image.
+
+    Args:
+      images: pixels in [-1, 1], float [*n, S, S, 3] with the tower's image size S. The
+        leading axes are [n] for the images of a batch, or [B, M] for M images of each
+        row.
+    """
+    with jax.named_scope("vision"):
+      lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
+      features = self.multi_modal_projector(self.vision_tower(flat))
+      return features.reshape(*lead, *features.shape[1:])
