@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 from tests import optimizers, toys
 from tests.generate.toy_ids import Ids
+from tunix.distillation import outputs
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.on_policy_trainer import (
   OnPolicyConfig,
@@ -47,6 +50,25 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
     "prompts": [draw(8) for _ in range(rows)],
     "completions": [draw(6) for _ in range(rows)],
   }
+
+
+_words_logps = nnx.jit(
+  lambda model, tokens: jax.nn.log_softmax(
+    outputs.logits(model, {"input_tokens": tokens}).astype(np.float32)
+  )
+)
+
+
+def logps(model: Any, prompt: list[int], completion: Any) -> np.ndarray:
+  """log p of all words before each token of the completion, [C, V], in one row.
+
+  Rows are padded on the right to one length, so that a model has one program.
+  """
+  tokens = np.zeros((1, 64), np.int32)
+  whole = [*prompt, *completion]
+  tokens[0, : len(whole)] = whole
+  words = np.asarray(_words_logps(model, tokens)[0])
+  return words[len(prompt) - 1 : len(whole) - 1]
 
 
 def on_policy(
