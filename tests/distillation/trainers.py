@@ -4,11 +4,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from tests import optimizers, toys
 from tests.generate.toy_ids import Ids
-from tunix.distillation import outputs
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.on_policy_trainer import (
   OnPolicyConfig,
@@ -52,13 +50,6 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
   }
 
 
-_words_logps = nnx.jit(
-  lambda model, tokens: jax.nn.log_softmax(
-    outputs.logits(model, {"input_tokens": tokens}).astype(np.float32)
-  )
-)
-
-
 def logps(model: Any, prompt: list[int], completion: Any) -> np.ndarray:
   """log p of all words before each token of the completion, [C, V], in one row.
 
@@ -67,7 +58,7 @@ def logps(model: Any, prompt: list[int], completion: Any) -> np.ndarray:
   tokens = np.zeros((1, 64), np.int32)
   whole = [*prompt, *completion]
   tokens[0, : len(whole)] = whole
-  words = np.asarray(_words_logps(model, tokens)[0])
+  words = np.asarray(jax.nn.log_softmax(toys.logits(model, tokens)[0]))
   return words[len(prompt) - 1 : len(whole) - 1]
 
 
