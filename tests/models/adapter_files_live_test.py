@@ -9,7 +9,7 @@ import pytest
 from tests.models import checkpoints
 from tests.models.lora_test import widen
 from tests.models.parity_live_test import TOKENS, TOLERANCE, read_back, torch_logits
-from tunix.models import lora
+from tunix.models import lora, new_tokens
 from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
@@ -121,6 +121,34 @@ def test_dora_s_gradient_is_peft_s(tmp_path):
   for name, value in want.items():
     got = getattr(ours.layers.attn.q_proj, name)[...][1]
     assert checkpoints.relative(got, np.asarray(value)) < 1e-4, name
+
+
+@pytest.mark.parametrize("name", ["llama3p1", "llama3p2_tied"])
+def test_rows_of_new_tokens_go_both_ways(name, tmp_path):
+  source = checkpoints.GOLDEN / name
+  base = AutoModel.from_pretrained(source)
+  size = base.config.vocab_size
+  ids = (5, size, size + 1)
+  tokens = np.where(TOKENS % 3 == 0, np.array([*ids] * 8), TOKENS)
+  config = lora.LoraConfig(rank=3, targets=TARGETS, trainable_token_indices=ids)
+  adapted = widen(lora.apply(new_tokens.with_rows(base, ids[1:]), config))
+  logits = adapted(tokens)[0]
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+  theirs.resize_token_embeddings(size + 2)
+  theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+
+  def their_logits(model):
+    with torch.no_grad():
+      return model.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+  assert checkpoints.relative(their_logits(theirs), logits) < TOLERANCE
+  theirs.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+  again = lora.load_adapter(base, tmp_path / "again")
+  assert checkpoints.relative(again(tokens)[0], logits) < TOLERANCE
+  save_pretrained(adapted, tmp_path / "merged")
+  merged = their_logits(read_back(tmp_path / "merged"))
+  assert checkpoints.relative(merged, logits) < TOLERANCE
 
 
 def test_a_head_of_scores_and_other_whole_modules_go_both_ways(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.generate.tokenizer import (
+  added as added_tokens,
   chat_template as chat_templates,
   files as tokenizer_files,
   loading as tokenizer_loading,
@@ -43,7 +44,7 @@ class TokenizerAdapter:
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: object,
     *,
     chat_template: tokenizer_files.ChatTemplates | None = None,
     bos_token: str | None = None,
@@ -53,6 +54,7 @@ class TokenizerAdapter:
     template_args: Mapping[str, Any] | None = None,
     add_bos: bool | None = None,
     message_form: Literal["plain", "given"] | None = None,
+    add_tokens: Sequence[str] = (),
   ):
     """Wraps a tokenizer.
 
@@ -74,10 +76,13 @@ class TokenizerAdapter:
         `tunix.generate.tokenizer.messages`; "given" as they are, without null fields,
         and keeps special tokens as text in the answers of episodes, as runs of earlier
         versions do. None: the form of the other adapter, else "plain".
+      add_tokens: texts that become tokens of their own, with the next free ids. A text
+        that is a token already stays as it is. See `tunix.generate.new_tokens`.
 
     Raises:
       ValueError: the object lacks methods, which the message names; it has no token of
-        a given text; or a template cannot have an entry of `template_args`.
+        a given text, or cannot be extended by `add_tokens`; or a template cannot have
+        an entry of `template_args`.
     """
     self._template_args = dict(template_args or {})
     chat_templates.check_defaults(self._template_args, "template_args")
@@ -92,9 +97,14 @@ class TokenizerAdapter:
       if add_bos is None and not bos_token:
         add_bos = vars(tokenizer).get("add_bos")
       self._message_form = message_form or tokenizer._message_form
+      self._added = dict(tokenizer._added)
     else:
       self._backend = choose(tokenizer)
       self._message_form = message_form or "plain"
+      self._added: dict[str, int] = {}
+    if add_tokens:
+      self._backend, new = added_tokens.extended(self._backend, add_tokens)
+      self._added |= new
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
     for role, text in texts.items():
       if text is not None:
@@ -114,6 +124,7 @@ class TokenizerAdapter:
     revision: str | None = None,
     template_args: Mapping[str, Any] | None = None,
     add_bos: bool | None = None,
+    add_tokens: Sequence[str] = (),
   ) -> TokenizerAdapter:
     """Loads the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
 
@@ -121,7 +132,7 @@ class TokenizerAdapter:
       path: the folder, the file, or a model id "owner/name".
       chat_template: jinja source, or sources by name. None: the tokenizer's.
       revision: commit, tag or branch of a model id; None: its newest commit.
-      template_args, add_bos: see `TokenizerAdapter`.
+      template_args, add_bos, add_tokens: see `TokenizerAdapter`.
 
     Raises:
       FileNotFoundError: the path does not exist, or has no tokenizer.
@@ -134,6 +145,7 @@ class TokenizerAdapter:
       chat_template=chat_template,
       template_args=template_args,
       add_bos=add_bos,
+      add_tokens=add_tokens,
     )
 
   @property
@@ -253,6 +265,11 @@ class TokenizerAdapter:
     """Number of ids, with those of added tokens."""
     return self._backend.vocab_size()
 
+  @property
+  def added_tokens(self) -> dict[str, int]:
+    """Text -> id of the tokens that `add_tokens` added."""
+    return dict(self._added)
+
   @functools.cached_property
   def _special_tokens(self) -> dict[str, int]:
     return self._backend.special_tokens()
@@ -355,7 +372,7 @@ class TokenizerAdapter:
     tokenize: bool = False,
     *,
     now: datetime.datetime | None = None,
-    **kwargs: Any,
+    **kwargs: object,
   ) -> Any:
     """Renders a conversation to text, or to token ids with `tokenize`.
 
@@ -416,7 +433,7 @@ class TokenizerAdapter:
       tokenizer_files.write_chat_template(target, self.chat_template)
 
 
-def adapted(tokenizer: Any) -> TokenizerAdapter:
+def adapted(tokenizer: object) -> TokenizerAdapter:
   """Returns the tokenizer in an adapter; an adapter is returned itself."""
   is_adapter = isinstance(tokenizer, TokenizerAdapter)
   return tokenizer if is_adapter else TokenizerAdapter(tokenizer)

@@ -82,6 +82,7 @@ def reference_of(model: nnx.Module) -> Any:
   if isinstance(out, Transformer):
     for linear in lora_modules.adapted(out).values():
       lora_modules.detach(linear)
+    out.token_rows = nnx.data(None)
   for _, node in nnx.iter_graph(out):
     if isinstance(node, nnx.LoRAParam):
       node.set_value(jax.tree.map(jnp.zeros_like, node.get_value()))

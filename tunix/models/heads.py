@@ -57,6 +57,8 @@ def with_scores(
     where = sharding.named_shardings(state, mesh)
     nnx.update(head, jax.tree.map(mesh_lib.put, state, where))
   out.lm_head, out.score = nnx.data(None), nnx.data(head)
+  if out.token_rows is not None:
+    out.token_rows.lora_output = nnx.data(None)
   return out
 
 

@@ -23,14 +23,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models import quantization
-from tunix.models.adapters import lora_modules, whole_modules
+from tunix.models.adapters import lora_modules, token_rows, whole_modules
 from tunix.models.adapters.files import load_adapter, save_adapter
 from tunix.models.adapters.lora_modules import Adapter, CastError
 from tunix.models.transformer.dense.layers import param
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.recurrences.mamba2 import Mamba2
 from tunix.models.transformer.shards import sharding
-from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils import attributes, checks, mesh as mesh_lib
 
 __all__ = [
   "ALL_LINEAR",
@@ -89,6 +89,9 @@ class LoraConfig:
     modules_to_save: modules that are trained whole beside the adapters, in `dtype`, and
       saved with them, by names as in `targets`: "score", "lm_head", "embed_tokens",
       "norm". null selects the score head of a model that has one.
+    trainable_token_indices: ids of tokens whose rows of the embedding, and of an untied
+      unembedding, are trained beside the adapters, and saved with them. All other rows
+      stay frozen. tokenizer.add_tokens adds the ids of new tokens.
   """
 
   rank: int
@@ -103,6 +106,7 @@ class LoraConfig:
     default_factory=dict, hash=False
   )
   modules_to_save: tuple[str, ...] | None = None
+  trainable_token_indices: tuple[int, ...] = ()
 
   def __post_init__(self):
     checks.fields(
@@ -168,8 +172,8 @@ def apply(
 
   Raises:
     ValueError: a target or pattern matches no module that can be adapted (the message
-      lists the modules), the model has adapters already, or a module is named both in
-      `targets` and in `modules_to_save`.
+      lists the modules), the model has adapters already, a module is named both in
+      `targets` and in `modules_to_save`, or a token id is not in the vocabulary.
   """
   chosen = match(model, config.targets)
   _check_patterns(config, chosen)
@@ -203,12 +207,14 @@ def apply(
     )
   adapted = lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
   whole_modules.mark(adapted, whole, config.dtype)
+  token_rows.attach(adapted, config.trainable_token_indices, config.dtype, whole)
   return sharding.on_users_mesh(adapted)
 
 
 def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
-  for name in ("rank_pattern", "alpha_pattern"):
-    for pattern in getattr(config, name):
+  tables = attributes.of(config, ("rank_pattern", "alpha_pattern"))
+  for name, patterns in tables.items():
+    for pattern in patterns:
       if not any(lora_modules.hits(pattern, path) for path in chosen):
         raise ValueError(
           f"{name} {pattern!r} matches none of the adapted modules; they are "
@@ -244,12 +250,13 @@ def merge(
     if linear.lora_a is None:
       quantization.dequantize_kernel(linear)
       continue
-    spec = linear.kernel.get_metadata()["out_sharding"]
-    value, error = lora_modules.merged_kernel(path, linear, linear.kernel.dtype)
+    spec = linear.stored.get_metadata()["out_sharding"]
+    value, error = lora_modules.merged_kernel(path, linear, linear.stored.dtype)
     linear.kernel = nnx.data(param(value, spec))
     lora_modules.detach(linear)
     errors.append(error)
   whole_modules.unmark(out)
+  token_rows.merge(out)
   lora_modules.report_errors(errors, report, _log)
   return out
 
@@ -282,6 +289,7 @@ def config_of(model: Transformer) -> LoraConfig | None:
     rank_pattern={re.escape(p): r for p, r in ranks.items() if r != rank},
     alpha_pattern={re.escape(p): a for p, a in alphas.items() if a != alpha},
     modules_to_save=tuple(p.rpartition(".")[0] for p in whole_modules.of(model)),
+    trainable_token_indices=model.token_rows.ids if model.token_rows else (),
   )
 
 
@@ -317,9 +325,10 @@ def describe(model: Transformer) -> str:
     shape = " x ".join(map(str, linear.kernel.shape))
     lines.append(f"{path:32} {shape:24} rank {rank:<4} {size:>12,}")
     trained += size
-  for path, variable in whole_modules.of(model).items():
+  for path, variable in (whole_modules.of(model) | token_rows.of(model)).items():
     shape = " x ".join(map(str, variable.shape))
-    lines.append(f"{path:32} {shape:24} whole     {variable.size:>12,}")
+    kind = "rows" if path in token_rows.TABLES else "whole"
+    lines.append(f"{path:32} {shape:24} {kind:9} {variable.size:>12,}")
     trained += variable.size
   total = lora_modules.count(model)
   share = 100 * trained / total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 from typing import Any
 
@@ -13,11 +14,13 @@ from tunix.cli.make import model_folders, objects
 from tunix.cli.settings.run import ModelSettings, RunSettings
 from tunix.cli.settings.spelling import did_you_mean
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel, families, lora, quantization
+from tunix.models import automodel, families, lora, new_tokens, quantization
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
-from tunix.utils import text_files
+from tunix.utils import attributes, text_files
 from tunix.utils.setting import shared_values
+
+_log = logging.getLogger(__name__)
 
 _NO_MODEL = (
   "model.path is not set. Give --model.path=FOLDER, or --model.name=PRESET to start "
@@ -98,6 +101,7 @@ class ModelLoader:
     options: dict[str, Any] = {
       "template_args": settings.template_args,
       "add_bos": settings.add_bos,
+      "add_tokens": settings.add_tokens,
     }
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
@@ -125,7 +129,18 @@ class ModelLoader:
       sizes = automodel.sizes_of(source.path, source.revision)
     else:
       raise ValueError(_NO_MODEL)
-    return _with_options(sizes, self._options())
+    sizes = _with_options(sizes, self._options())
+    if not (ids := self._new_ids()):
+      return sizes
+    size = max(sizes.vocab_size, max(ids) + 1)
+    return dataclasses.replace(sizes, vocab_size=size)
+
+  def _new_ids(self) -> tuple[int, ...]:
+    """Returns the ids of the tokens that were added to the tokenizer."""
+    settings = self.config.tokenizer
+    if settings.add_tokens or objects.is_name(settings.path):
+      return tuple(self.tokenizer().added_tokens.values())
+    return ()
 
   def model(self) -> Transformer:
     """Loads the model that is trained, or makes a fresh one, and adds the adapters.
@@ -219,6 +234,12 @@ class ModelLoader:
         f"{source.path}, which is loaded already. Give it to "
         "AutoModel.from_pretrained instead"
       )
+    if tokens := self.config.tokenizer.add_tokens:
+      raise ValueError(
+        f"tokenizer.add_tokens is {list(tokens)} and model.path is {source.path}, "
+        "which is loaded already. Call tunix.generate.new_tokens.add_tokens(model, "
+        "tokenizer, tokens), and give the model and the tokenizer that it returns"
+      )
     if not self.config.fits_adapter and model.config.num_scores != 1:
       raise ValueError(
         f"model.path is {source.path} without a head of one score. Load it with "
@@ -251,7 +272,7 @@ class ModelLoader:
 
   def _options(self) -> dict[str, Any]:
     names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
-    options: dict[str, Any] = {n: getattr(self.config.model, n) for n in names}
+    options = attributes.of(self.config.model, names)
     # The job reward trains a head of one score.
     options["num_scores"] = None if self.config.fits_adapter else 1
     return options
@@ -261,12 +282,34 @@ class ModelLoader:
     return model if method is None else quantization.quantize(model, method)
 
   def _adapted(self, model: Transformer) -> Transformer:
-    if self.config.lora is None:
+    """Adds the embeddings of new tokens, which an object has already, and adapters."""
+    ids, config = self._new_ids(), self.config.lora
+    if not objects.is_name(self.config.model.path):
+      model = self._with_rows(model, ids)
+    if config is None:
       return model
+    trains_all = {"embed_tokens", "lm_head"} <= {*(config.modules_to_save or ())}
+    if ids and not trains_all:
+      rows = {*config.trainable_token_indices, *ids}
+      config = dataclasses.replace(config, trainable_token_indices=tuple(sorted(rows)))
     try:
-      return lora.apply(model, self.config.lora, seed=self.config.seed)
+      return lora.apply(model, config, seed=self.config.seed)
     except ValueError as error:
       raise ValueError(f"lora: {error}; change its targets or patterns") from error
+
+  def _with_rows(self, model: Transformer, ids: tuple[int, ...]) -> Transformer:
+    tokens, size = self.config.tokenizer.add_tokens, model.config.vocab_size
+    try:
+      out = new_tokens.with_rows(model, ids)
+    except ValueError as error:
+      raise ValueError(f"tokenizer.add_tokens: {error}") from error
+    if tokens:
+      grown = out.config.vocab_size - size
+      _log.info(
+        "tokenizer.add_tokens: %d of %d tokens are new; the embedding has %d more rows",
+        *(len(ids), len(tokens), grown),
+      )
+    return out
 
 
 def _read_template(name: str) -> str:

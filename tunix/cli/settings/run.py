@@ -21,11 +21,11 @@ from tunix.cli.settings.training import (
   TrainingSettings,
 )
 from tunix.data.records import Kind
-from tunix.generate.tokenizer import chat_template
+from tunix.generate.tokenizer import added, chat_template
 from tunix.models.lora import LoraConfig
 from tunix.rl.env.config import EpisodeConfig
 from tunix.sft.config import CheckpointOptions
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import model_setting, setting
 
 
@@ -99,6 +99,9 @@ class TokenizerSettings:
       a model of Qwen3. They are written into the chat template of the export, so
       `tunix chat` and other programs use them too. data.template_args and the records
       override them.
+    add_tokens: texts that become tokens of their own: ["<think>", "</think>"]. Their
+      embeddings begin as the mean of the others and are trained, with adapters too. The
+      export has the tokens. A text that is a token already stays as it is.
     add_bos: puts BOS before plain texts: prompts and rows without a chat template.
       null: as the tokenizer itself does.
     messages: plain gives the chat template all messages in one form, which the server
@@ -116,11 +119,13 @@ class TokenizerSettings:
     None, path="read", may_change=True, fingerprint="chat_template"
   )
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  add_tokens: tuple[str, ...] = ()
   add_bos: bool | None = None
   messages: Literal["plain", "given"] | None = None
 
   def __post_init__(self):
     chat_template.check_defaults(self.template_args, "template_args")
+    added.check(self.add_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,12 +349,12 @@ class EnvEvalSettings:
       ),
       batch_size=checks.COUNT,
     )
-    names = [f.name for f in dataclasses.fields(self) if f.name != "env"]
-    default = {f.name: f.default for f in dataclasses.fields(self)}
-    others = [name for name in names if getattr(self, name) != default[name]]
+    values = attributes.of_fields(self)
+    usual = {f.name: f.default for f in dataclasses.fields(self)}
+    others = [n for n, x in values.items() if n != "env" and x != usual[n]]
     if self.env is None and others:
       raise ValueError(
-        f"{others[0]} is {getattr(self, others[0])!r} and eval.env is not set, so no "
+        f"{others[0]} is {values[others[0]]!r} and eval.env is not set, so no "
         f"environment is evaluated. Set eval.env, or leave eval.{others[0]} out"
       )
 

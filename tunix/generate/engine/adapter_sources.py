@@ -9,7 +9,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models.adapters import files as adapter_files, lora_modules, whole_modules
+from tunix.models.adapters import (
+  files as adapter_files,
+  lora_modules,
+  token_rows,
+  whole_modules,
+)
 from tunix.models.adapters.lora_modules import Adapter
 from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig
@@ -93,6 +98,7 @@ def _adapters(
     return source
   if isinstance(source, Transformer):
     adapters, whole = _of_model(source), whole_modules.of(source)
+    whole = {**whole, **token_rows.of(source)}
   else:
     # A folder is read for the stacked model without adapters. It needs no arrays.
     shapes = sharding.abstract(lambda: Transformer(config, rngs=nnx.Rngs(0)))

@@ -8,6 +8,7 @@ the backend of an object.
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 import os
 import pathlib
@@ -130,6 +131,18 @@ class Backend(abc.ABC):
   @abc.abstractmethod
   def vocab_size(self) -> int: ...
 
+  def extended(self, tokens: Sequence[Any]) -> Backend:
+    """Returns a copy with more tokens, which are `tokenizers.AddedToken` objects.
+
+    Raises:
+      ValueError: the object cannot be copied and extended.
+    """
+    raise ValueError(
+      f"add_tokens is set and the tokenizer is a {type(self.raw).__name__}, which "
+      f"cannot be extended with {[str(token.content) for token in tokens]}. Use a "
+      "folder with tokenizer.json, or a transformers tokenizer"
+    )
+
   def save(self, folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
     """Writes everything but the chat template.
 
@@ -150,7 +163,7 @@ class Backend(abc.ABC):
     self.raw.save_pretrained(folder)
 
 
-def choose(tokenizer: Any) -> Backend:
+def choose(tokenizer: object) -> Backend:
   """Returns the backend of an object.
 
   Args:
@@ -246,6 +259,11 @@ class TokenizersBackend(Backend):
   def vocab_size(self) -> int:
     return self._rust.get_vocab_size(with_added_tokens=True)
 
+  def extended(self, tokens: Sequence[Any]) -> TokenizersBackend:
+    rust = type(self._rust).from_str(self._rust.to_str())
+    rust.add_tokens(list(tokens))
+    return TokenizersBackend(rust, self._files and self._files.without_added())
+
   def save(self, folder: pathlib.Path, fields: Mapping[str, Any]) -> None:
     source = self._rust.to_str(pretty=True)
     config = {} if self._files is None else self._files.config
@@ -284,6 +302,11 @@ class HuggingFaceBackend(Backend):
 
   def vocab_size(self) -> int:
     return len(self.raw)
+
+  def extended(self, tokens: Sequence[Any]) -> HuggingFaceBackend:
+    raw = copy.deepcopy(self.raw)
+    raw.add_tokens(list(tokens))
+    return HuggingFaceBackend(raw)
 
 
 class TiktokenBackend(Backend):
@@ -360,7 +383,7 @@ class ObjectBackend(Backend):
     return int(len(self.raw) if size is None else size)
 
 
-def _value(member: Any) -> Any:
+def _value(member: object) -> Any:
   """Returns the value of an attribute or of a method without arguments."""
   return member() if callable(member) else member
 

@@ -47,6 +47,14 @@ class TokenizerFiles:
   chat_template: ChatTemplates | None
   eos_ids: tuple[int, ...]
 
+  def without_added(self) -> TokenizerFiles:
+    """Returns the files without `added_tokens_decoder`, which would lack new tokens.
+
+    Readers then take all added tokens from `tokenizer.json`.
+    """
+    config = {k: v for k, v in self.config.items() if k != "added_tokens_decoder"}
+    return dataclasses.replace(self, config=config)
+
 
 def read_folder(folder: pathlib.Path) -> TokenizerFiles:
   """Reads every tokenizer file of a folder.

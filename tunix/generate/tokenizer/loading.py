@@ -136,6 +136,16 @@ def _load_with_transformers(name: str, revision: str) -> Any:
     ) from error
 
 
+def added_token(text: str) -> Any:
+  """Returns a `tokenizers.AddedToken` that is matched as written, and is not special.
+
+  transformers takes the same objects.
+  """
+  import tokenizers
+
+  return tokenizers.AddedToken(text, normalized=False, special=False)
+
+
 def of_bytes(special: Sequence[str]) -> Any:
   """Returns a `tokenizers.Tokenizer` over the special tokens and the 256 bytes."""
   import tokenizers

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tunix.models.transformer.hf import values as hf_values
 from tunix.utils import checks, patterns
@@ -24,7 +24,7 @@ READ = frozenset(
   ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
   + ("rank_pattern", "alpha_pattern", "init_lora_weights")
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-  + ("modules_to_save",)
+  + ("modules_to_save", "trainable_token_indices")
 )
 # The fields that select modules, and the kinds of their values. Every entry is compared
 # with the name of every module.
@@ -35,11 +35,14 @@ _SELECTORS: Mapping[str, tuple[type, ...]] = {
   "layers_to_transform": (int, list),
   "modules_to_save": (list,),
   "target_parameters": (list,),
+  "trainable_token_indices": (list, dict),
   "rank_pattern": (dict,),
   "alpha_pattern": (dict,),
 }
 _KIND_NAMES = {str: "a text", list: "a list", int: "a whole number", dict: "a table"}
 _MOST_ENTRIES = 4096
+
+T = TypeVar("T")
 
 # Fields that do not change the adapter's function: bookkeeping, settings of features
 # that are refused, and settings of the random initialization.
@@ -120,7 +123,7 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
     )
 
 
-def _require_same_base(path: pathlib.Path, init: Any) -> None:
+def _require_same_base(path: pathlib.Path, init: object) -> None:
   """Refuses an adapter that belongs to changed base weights, not the published ones."""
   if init in _DRAWS:
     return
@@ -154,8 +157,12 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _by_pattern(
-  peft: Mapping[str, Any], table: str, field: str, name: str, read: Any
-) -> Any:
+  peft: Mapping[str, Any],
+  table: str,
+  field: str,
+  name: str,
+  read: Callable[[Mapping[str, Any], str], T],
+) -> T:
   """Returns the value of the first pattern that matches the end of a module's name.
 
   Without a match it is the value of `field`. This is PEFT's rule.

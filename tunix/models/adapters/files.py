@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from tunix.models.adapters import (
   config as adapter_config,
   lora_modules,
   parameters as adapter_parameters,
+  token_rows,
   whole_files,
   whole_modules,
 )
@@ -108,12 +109,13 @@ def save_adapter(
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
     "base_model_name_or_path": base,
     **({} if revision is None else {"revision": revision}),
-    **_sizes([part for group in parts.values() for part in group], rslora),
+    **sizes_of([part for group in parts.values() for part in group], rslora),
     "target_modules": _peft_targets(
       model, family, {path: parts[path] for path in parts if path not in wholes}
     ),
     **({"target_parameters": sorted(fused)} if fused else {}),
     "modules_to_save": whole_files.names(model, family, whole) or None,
+    **token_rows.peft_fields(model, family),
     "lora_dropout": dropout,
     "use_rslora": rslora,
     "use_dora": use_dora,
@@ -122,8 +124,9 @@ def save_adapter(
     "inference_mode": True,
   }
   _warn_of_experts(adapters)
-  tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
+  tensors = [x for group in parts.values() for part in group for x in new_tensors(part)]
   tensors += whole_files.tensors(model, family, whole)
+  tensors += token_rows.tensors(model, family)
   together = tensor_files.is_spread(model)
   mine = not together or jax.process_index() == 0
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
@@ -132,7 +135,7 @@ def save_adapter(
       (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
+def _common(adapters: dict[str, Linear], what: str, of: Callable[[Linear], Any]) -> Any:
   values = {of(linear) for linear in adapters.values()}
   if len(values) > 1:
     raise ValueError(
@@ -142,7 +145,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
   return values.pop()
 
 
-def _tensors(part: TensorAdapter) -> list[NewTensor]:
+def new_tensors(part: TensorAdapter) -> list[NewTensor]:
   name = PREFIX + (part.stored or part.name)
   out = [
     NewTensor(
@@ -158,7 +161,7 @@ def _tensors(part: TensorAdapter) -> list[NewTensor]:
   return out
 
 
-def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
+def sizes_of(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   """Returns the fields r and lora_alpha, the most common values, and the patterns.
 
   The patterns hold the values of the other modules.
@@ -182,7 +185,7 @@ def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   return out
 
 
-def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
+def _patterns(values: dict[str, Any], common: object) -> dict[str, Any]:
   """Returns the values that differ from the common one, by name.
 
   The name is a module's last part if all layers share the value, else its full name.
@@ -263,9 +266,14 @@ def load_adapter(
   """
   lora_modules.require_bare(model)
   adapters, whole = read_adapter(model, folder, family=family)
+  rows = {path: whole.pop(path) for path in list(whole) if path in token_rows.TABLES}
+  ids = token_rows.ids_of(tensor_files.read_json(pathlib.Path(folder) / CONFIG_FILE))
+  # The base model may lack the tokens that the adapter was trained with.
+  model = token_rows.with_room(model, ids)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
   whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
+  token_rows.load(out, ids, rows)
   for path, variable in whole_modules.of(out).items():
     variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
   return out
@@ -285,8 +293,8 @@ def read_adapter(
     folder, family: see `load_adapter`.
 
   Returns:
-    The adapters by path of the module, and the parameters of modules that were trained
-    whole by path of the parameter.
+    The adapters by path of the module, and by path of the parameter the modules that
+    were trained whole and the rows of `token_rows`.
 
   Raises:
     FileNotFoundError, ValueError: see `load_adapter`.
@@ -311,15 +319,16 @@ def read_adapter(
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
     raw = key.removeprefix(PREFIX)
     tensors[PREFIX + family.canonical_key(raw)] = tensor
-    spelled[_module(family.canonical_key(raw))] = _module(raw)
+    spelled[module_name(family.canonical_key(raw))] = module_name(raw)
   try:
     whole = whole_files.read(model, family, tensors, peft)
+    whole |= token_rows.read(model, family, tensors, peft)
     return _read(model, family, tensors, spelled, peft), whole
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
 
-def _module(key: str) -> str:
+def module_name(key: str) -> str:
   """Returns the name of the module of an adapter's tensor."""
   return re.sub(rf"\.(lora_[AB]\.weight|{_MAGNITUDE})$", "", key)
 
@@ -354,14 +363,14 @@ def _read(
       continue
     stack = []
     for name in _names(model, family, path):
-      keys = _keys(name, hf_values.flag(peft, "use_dora"))
+      keys = factor_keys(name, hf_values.flag(peft, "use_dora"))
       if tensors.keys().isdisjoint(keys):
         stack.append(None)
         continue
       adapter_config.require_targeted(peft, spelled[name])
       sizes = adapter_config.rank_alpha(peft, spelled[name])
       shape = linear.kernel.shape[-2:]
-      stack.append(_read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
+      stack.append(read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
       out[path] = stacked(stack, linear.kernel.shape, peft)
@@ -379,12 +388,12 @@ def _read(
   return out
 
 
-def _keys(name: str, use_dora: bool) -> list[str]:
+def factor_keys(name: str, use_dora: bool) -> list[str]:
   fields = ["lora_A.weight", "lora_B.weight"] + [_MAGNITUDE] * use_dora
   return [f"{PREFIX}{name}.{field}" for field in fields]
 
 
-def _read_tensor_adapter(
+def read_tensor_adapter(
   name: str,
   keys: list[str],
   shape: tuple[int, ...],

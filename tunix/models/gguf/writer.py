@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.models import families, safetensors_saver
-from tunix.models.adapters import lora_modules, whole_modules
+from tunix.models.adapters import lora_modules, token_rows, whole_modules
 from tunix.models.files.tensor_files import NewTensor
 from tunix.models.gguf import architectures, convert, rope
 from tunix.models.gguf.architectures import Architecture
@@ -20,6 +20,7 @@ from tunix.models.gguf.changes import Stacked, hollow
 from tunix.models.gguf.convert import Link
 from tunix.models.gguf.header import library
 from tunix.models.transformer import params
+from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.params import Placement
@@ -47,7 +48,7 @@ class _Group(NamedTuple):
   read: Callable[[], Sequence[np.ndarray]]
 
 
-def check(config: Any) -> None:
+def check(config: TransformerConfig) -> None:
   """Refuses a model that llama.cpp does not have.
 
   Args:
@@ -106,6 +107,8 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   adapters = lora_modules.adapted(model)
   if whole := list(whole_modules.of(model)):
     raise _refused(f"modules_to_save holds {whole[0]}, which is trained whole")
+  if token_rows.of(model):
+    raise _refused("rows of the embedding are trained (trainable_token_indices)")
   if any(linear.lora_magnitude is not None for linear in adapters.values()):
     raise _refused("use_dora is true")
   architecture, hf, _ = _described(model.config)
@@ -131,10 +134,12 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   _write(file, architecture, kind, metadata, groups)
 
 
-def _described(config: Any) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
+def _described(
+  config: TransformerConfig,
+) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
   """Returns the architecture of a model, its `config.json` and its metadata."""
   hf = safetensors_saver.described(config, families.of_config(config))
-  if getattr(config, "num_scores", None):
+  if config.num_scores:
     raise ValueError(
       "the model has a head of scores; a GGUF file of tunix holds models that write "
       "text. Export safetensors instead"

@@ -29,6 +29,7 @@ from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import explicit, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
+from tunix.models.transformer.token_rows import TokenRows
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocabulary.softmax import Layout, soft_cap
@@ -46,6 +47,7 @@ class Transformer(DecoderLayers):
       the embeddings are tied or if there is a `score` head, see
       `TransformerConfig.num_scores`.
     layer_inputs: makes the vectors of the layers, see layer_inputs.py; or None.
+    token_rows: trained rows of some tokens below a frozen embedding, or None.
     router_log: the log of the routers that `routing.logged` opened, or None.
   """
 
@@ -69,6 +71,7 @@ class Transformer(DecoderLayers):
     elif not c.tie_embeddings:
       lm_head = make.linear(c.embed_dim, c.vocab_size, "in_out")
     self.lm_head, self.score = nnx.data(lm_head), nnx.data(score)
+    self.token_rows: TokenRows | None = nnx.data(None)
     self.router_log: routing.RouterLog | None = nnx.data(None)
 
   @explicit.auto_inside(explicit.call_specs)
@@ -151,7 +154,8 @@ class Transformer(DecoderLayers):
     """Returns the embeddings of tokens, the input of the first layer."""
     with jax.named_scope("embed"):
       rules = self.config.sharding
-      x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
+      tokens = sharding.pin_lookup(tokens, rules)
+      x = self.embed_tokens(tokens, self.config.dtype, self.token_rows)
       return sharding.pin_lookup(x, rules)
 
   def unstack(self) -> Transformer:
@@ -173,7 +177,7 @@ class Transformer(DecoderLayers):
     if self.score is not None:
       with jax.named_scope("score"):
         return self.score(hidden.astype(jnp.float32))
-    table, layout = self.unembedding()
+    table, layout = self._frozen_unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
 
     def product(x, table):
@@ -189,6 +193,10 @@ class Transformer(DecoderLayers):
         out = cpu_products.few_rows(hidden, table.astype(hidden.dtype))
       else:
         out = product(hidden, table)
+      if self.token_rows is not None:
+        out = self.token_rows.in_logits(
+          out, hidden, self.embed_tokens.embedding.dtype, tied=layout.transposed
+        )
       out = sharding.pin_features(out, self.config.sharding)
       out = sharding.pin_rows(out, self.config.sharding)
       return out if layout.softcap is None else soft_cap(out, layout.softcap)
@@ -201,6 +209,13 @@ class Transformer(DecoderLayers):
     Raises:
       ValueError: the model has a score head and no unembedding.
     """
+    table, layout = self._frozen_unembedding()
+    if self.token_rows is not None:
+      table = self.token_rows.in_table(table, tied=layout.transposed)
+    return table, layout
+
+  def _frozen_unembedding(self) -> tuple[Any, Layout]:
+    """Returns the unembedding without the trained rows of `token_rows`."""
     if self.score is not None:
       raise ValueError(
         f"num_scores is {self.config.num_scores}, so the model has scores instead of "

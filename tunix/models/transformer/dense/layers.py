@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.dense.cpu_products import TiledKernel
 from tunix.models.transformer.dense.quantized import QuantizedKernel
+from tunix.models.transformer.token_rows import TokenRows
 
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02
@@ -176,6 +177,12 @@ class Linear(nnx.Module):
       self.lora_magnitude[...], column_norms(w, a, b, self.lora_scale)
     )
 
+  @property
+  def stored(self) -> nnx.Param | QuantizedKernel:
+    """The kernel as it is saved; a model that only decodes may have another form."""
+    assert not isinstance(self.kernel, TiledKernel)
+    return self.kernel
+
   def dense(self) -> jax.Array:
     """Returns the kernel as an array, dequantized if it is quantized."""
     return self.kernel[...]
@@ -252,7 +259,12 @@ class Embedding(nnx.Module):
     draw = fresh(rngs.params(), (vocab_size, dim))
     self.embedding = param(draw.astype(param_dtype), spec)
 
-  def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+  def __call__(
+    self, tokens: jax.Array, dtype: DTypeLike, rows: TokenRows | None = None
+  ) -> jax.Array:
+    """Looks up tokens; `rows` replace some of the table's."""
     x = self.embedding[...][tokens].astype(dtype)
+    if rows is not None:
+      x = rows.looked_up(x, tokens, self.embedding[...].dtype)
     # The factor is rounded to the compute dtype, as in the training of the checkpoints.
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
