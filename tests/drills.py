@@ -52,11 +52,8 @@ class KillDrill:
   def start(self, folder: pathlib.Path, *, fork: bool = True) -> subprocess.Popen:
     # The programs of the drill's nine processes are compiled once. A killed process may
     # leave half a file, so they have a folder of their own.
-    own = folder.parent / "programs"
-    if not own.exists():
-      _copy_missing(world.programs() / "drills", own)
     programs = {
-      "JAX_COMPILATION_CACHE_DIR": str(own),
+      "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     popen = forks.popen if fork else subprocess.Popen
@@ -70,16 +67,10 @@ class KillDrill:
     )
 
   def finish(self, folder: pathlib.Path, *, fork: bool = True) -> int:
-    """Runs to the end; returns the step it started from.
-
-    The programs of a run that is no fork are kept for later drills, unless it found
-    a half-written one.
-    """
+    """Runs to the end; returns the step it started from."""
     run = self.start(folder, fork=fork)
     output, _ = run.communicate(timeout=DEADLINE_SECONDS)
     assert run.returncode == 0, output
-    if not fork and "persistent compilation cache" not in output:
-      _copy_missing(folder.parent / "programs", world.programs() / "drills")
     match = re.search(self.resumed, output)
     return int(match[1]) if match else 0
 
@@ -151,10 +142,12 @@ class KillDrill:
 
   def check(self, tmp_path: pathlib.Path, *, random_kills: int, seed: int = 0) -> None:
     """The whole drill: SIGTERM and kill -9 during a save, kills at random instants."""
-    whole = tmp_path / "whole"
+    whole, kept = tmp_path / "whole", world.programs() / "drills"
+    _copy_missing(kept, tmp_path / "programs")
     # No fork: forks have one seed of hashes, which would hide that a run goes through a
     # set in another order once it is resumed.
     assert self.finish(whole, fork=False) == 0
+    _copy_missing(tmp_path / "programs", kept)
     expected = self.digest(whole)
     dice = random.Random(seed)
     plans: list[dict[str, Any]] = [
