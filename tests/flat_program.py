@@ -42,6 +42,8 @@ class Watched:
     for step in range(self.count):
       if step % max(1, self.count // 150) == 0:
         self.samples.append(held())
+        # The next collection looks at newer objects only: those that may grow.
+        gc.freeze()
       yield self.batches[step % len(self.batches)]
 
 

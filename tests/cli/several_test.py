@@ -46,10 +46,10 @@ def arguments(files, output, **keys):
   return ["train", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def start(files, output, count=2, each=(), delays=(), fork=True, devices=8, **keys):
+def start(files, output, count=2, each=(), delays=(), whole=0, devices=8, **keys):
   """The processes of one run; `each`: further arguments of each of them; `delays`:
-  seconds before each of them is started; `fork`: all but the first are forks;
-  `devices`: of all of them."""
+  seconds before each of them is started; `whole`: the one that is an interpreter of
+  its own, and the others are forks; `devices`: of all of them."""
   port = processes.free_port()
   out = []
   for rank in range(count):
@@ -61,8 +61,7 @@ def start(files, output, count=2, each=(), delays=(), fork=True, devices=8, **ke
     }
     words = arguments(files, output, **{**keys, **told})
     time.sleep(delays[rank] if delays else 0)
-    fork_this, own = fork and rank > 0, devices // count
-    out.append(processes.start(PROGRAM, own, *words, fork=fork_this))
+    out.append(processes.start(PROGRAM, devices // count, *words, fork=rank != whole))
   return out
 
 
@@ -194,7 +193,7 @@ def test_kills_at_random_instants(seed, undisturbed, files, tmp_path):
 @pytest.mark.ci
 def test_a_process_that_hangs_is_named(files, tmp_path):
   # SIGSTOP does not reach a fork.
-  running = start(files, tmp_path / "out", fork=False, **{"training.max_steps": 10_000})
+  running = start(files, tmp_path / "out", whole=1, **{"training.max_steps": 10_000})
   while not (tmp_path / "out" / "checkpoints" / "2").is_dir():
     time.sleep(0.02)
     assert all(p.popen.poll() is None for p in running)

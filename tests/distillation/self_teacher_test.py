@@ -11,7 +11,6 @@ import pytest
 from tests import drills, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
-from tunix.distillation import outputs
 from tunix.distillation.strategies import (
   FeatureProjectionStrategy,
   LogitStrategy,
@@ -34,20 +33,16 @@ def batch(rows: int = 4, **columns):
   return given | {"teacher_prompts": own} | columns
 
 
-def logps(model, prompt, completion):
-  """log p of all words before each token of the completion, [C, V], in one row."""
-  tokens = jnp.asarray([[*prompt, *completion]])
-  out = outputs.logits(model, {"input_tokens": tokens})[0]
-  return jax.nn.log_softmax(out.astype(jnp.float32))[len(prompt) - 1 : -1]
-
-
 def reverse_kl(student, teacher, given) -> float:
   """Mean of KL(student, teacher) over all tokens of the completions."""
   values = []
   for prompt, own, completion in zip(
     given["prompts"], given["teacher_prompts"], given["completions"]
   ):
-    q, p = logps(student, prompt, completion), logps(teacher, own, completion)
+    q, p = (
+      trainers.logps(student, prompt, completion),
+      trainers.logps(teacher, own, completion),
+    )
     values += jnp.sum(jnp.exp(q) * (q - p), -1).tolist()
   return float(np.mean(values))
 
@@ -90,7 +85,7 @@ def test_a_policy_gradient_takes_the_teachers_own_prompt():
   rows, mask = ready.batch["input_tokens"], ready.batch["input_mask"]
   for row, (prompt, own) in enumerate(zip(given["prompts"], given["teacher_prompts"])):
     completion = rows[row][mask[row] > 0].tolist()
-    words = logps(student, own, completion)
+    words = trainers.logps(student, own, completion)
     want = words[np.arange(len(completion)), np.asarray(completion)]
     start = len(prompt) - 1
     got = ready.teacher_output[row, start : start + len(completion)]

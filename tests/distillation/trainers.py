@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from tests import optimizers, toys
@@ -47,6 +48,18 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
     "prompts": [draw(8) for _ in range(rows)],
     "completions": [draw(6) for _ in range(rows)],
   }
+
+
+def logps(model: Any, prompt: list[int], completion: Any) -> np.ndarray:
+  """log p of all words before each token of the completion, [C, V], in one row.
+
+  Rows are padded on the right to one length, so that a model has one program.
+  """
+  tokens = np.zeros((1, 64), np.int32)
+  whole = [*prompt, *completion]
+  tokens[0, : len(whole)] = whole
+  words = np.asarray(jax.nn.log_softmax(toys.logits(model, tokens)[0]))
+  return words[len(prompt) - 1 : len(whole) - 1]
 
 
 def on_policy(

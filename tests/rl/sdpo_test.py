@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.distillation import trainers as distillation
 from tests.rl import clusters
 from tests.rl.env import toy_envs
 from tests.sft import trainers as sft
 from tunix.data.records import RAW_PROMPT_COLUMN
-from tunix.distillation import outputs
 from tunix.ops import policy_gradient
 from tunix.rl.common import Rollouts
 from tunix.rl.env.episode import Episode, Turn
@@ -85,10 +85,8 @@ def learner(*, rewards=clusters.even, algorithm=None, env=None, **options):
 
 
 def token_logps(model, prompt, completion) -> np.ndarray:
-  tokens = jnp.asarray([[*prompt, *completion]])
-  logits = outputs.logits(model, {"input_tokens": tokens})[0]
-  logps = jax.nn.log_softmax(logits.astype(jnp.float32))[len(prompt) - 1 : -1]
-  return np.asarray(logps)[np.arange(len(completion)), completion]
+  words = distillation.logps(model, prompt, completion)
+  return words[np.arange(len(completion)), completion]
 
 
 @pytest.mark.parametrize(
