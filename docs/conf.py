@@ -78,7 +78,8 @@ NAVIGATION = (
       ),
       *("guides/preference", "guides/distillation", "guides/rl", "guides/agents"),
       *("guides/tools", "guides/async", "guides/runs", "logs"),
-      *("guides/evaluation", "using_a_model", "guides/models", "guides/laptop"),
+      *("guides/evaluation", "using_a_model", "guides/models", "guides/images"),
+      "guides/laptop",
     ],
   ),
   (

@@ -107,6 +107,7 @@ HEAVY = {
   "prometheus_client": set(),  # likewise, see serve/metrics.py
   "httpx": set(),  # likewise, see serve/http/hosts.py
   "openai": set(),
+  "PIL": set(),  # by utils.optional, see models/images/pillow.py
   "tqdm": {"sft/progress_bar.py"},
 }
 

@@ -1,6 +1,9 @@
 from tunix.cli.commands.export import (
   export as export,
 )
+from tunix.cli.commands.merge import (
+  merge as merge,
+)
 from tunix.cli.one_call import (
   distill as distill,
   dpo as dpo,

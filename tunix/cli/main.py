@@ -30,6 +30,7 @@ COMMANDS = {
   "parity": (".parity", "compare log-probabilities of decoding and scoring"),
   "eval": (".eval.main", "measure a model on files of data"),
   "export": (".export", "write a run's model or adapter to a folder"),
+  "merge": (".merge", "merge models, or adapters of one base, into one"),
   "replay": (".replay", "repeat a run of RL and compare weights and metrics"),
   "plan": (".plan", "compile a run for devices that this machine lacks"),
   "doctor": (".doctor", "check whether this machine can train"),

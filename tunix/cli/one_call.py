@@ -26,7 +26,7 @@ from tunix.cli.settings.convert import Choice, plain, section_of
 from tunix.cli.settings.run import RunSettings
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import attributes, mesh as mesh_lib
 from tunix.utils.setting import facts_of
 
 # Names of keys that are usual in Python.
@@ -55,7 +55,7 @@ class JobFunction:
   def __repr__(self) -> str:
     return f"<function tunix.{self.job}(*, model, data, **settings)>"
 
-  def __call__(self, *, model: Any, data: Any, **settings: Any) -> JobResult:
+  def __call__(self, *, model: object, data: object, **settings: object) -> JobResult:
     with contextlib.ExitStack() as stack:
       stack.enter_context(objects.holding())
       folder = settings.get("output_dir")
@@ -191,7 +191,7 @@ def _leaves(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
       yield f"{prefix}{name}", value
 
 
-def _of_model(model: Any, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _of_model(model: object, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
   """Returns layers with the mesh and the adapters of a model in memory.
 
   Raises:
@@ -245,14 +245,14 @@ def _values(key: str, value: object, section: Any) -> Any:
 
 def _changed(section: object, value: Any) -> dict[str, Any]:
   """Returns the fields of a dataclass that differ from their defaults."""
-  changed = {}
+  changed, values = {}, attributes.of_fields(value)
   if isinstance(section, Choice):
     changed["name"] = section.name_of(value)
   for field in dataclasses.fields(value):
     factory, default = field.default_factory, field.default
     if factory is not dataclasses.MISSING:
       default = factory()
-    current = getattr(value, field.name)
+    current = values[field.name]
     if not facts_of(field).python_only and (
       default is dataclasses.MISSING or current != default
     ):

@@ -347,7 +347,7 @@ def _check_shapes(read: Rows, completions: Sequence[str]) -> None:
       )
 
 
-def _numbers(name: str, values: Any, count: int) -> np.ndarray:
+def _numbers(name: str, values: object, count: int) -> np.ndarray:
   """Returns a float32 copy of a column with one number per row."""
   column = np.array(values, np.float32)
   if column.shape != (count,):
@@ -362,7 +362,7 @@ def _numbers(name: str, values: Any, count: int) -> np.ndarray:
   return column
 
 
-def _labels(values: Any, count: int) -> np.ndarray:
+def _labels(values: object, count: int) -> np.ndarray:
   """Returns checked labels, bool [B]."""
   column = np.asarray(values, object)
   if column.shape != (count,):

@@ -79,7 +79,7 @@ def check_text(record: Mapping[str, Any], field: str, where: str) -> None:
     check_string(record, field, where, " or a list of messages")
 
 
-def check_messages(messages: Any, where: str) -> None:
+def check_messages(messages: object, where: str) -> None:
   """Refuses a value that is no list of messages, or an empty list.
 
   Raises:

@@ -345,7 +345,7 @@ def _common_messages(
   return count
 
 
-def _prompt_length(prompt: Any, common: list[dict[str, Any]], where: str) -> int:
+def _prompt_length(prompt: object, common: list[dict[str, Any]], where: str) -> int:
   """Returns the number of messages of `common` that make up the given prompt."""
   if isinstance(prompt, list):
     if common[: len(prompt)] == prompt:

@@ -182,7 +182,7 @@ def _are_ids(text: Text) -> bool:
   return isinstance(text, np.ndarray) or isinstance(text[0], int | np.integer)
 
 
-def _from_ids(prompt: Any, completions: Sequence[Any], where: str) -> Rendered:
+def _from_ids(prompt: object, completions: Sequence[Any], where: str) -> Rendered:
   if not all(len(some) == 0 or _are_ids(some) for some in completions):
     raise ValueError(
       f"{where}: the prompt is token ids but a completion is not; give ids for both"

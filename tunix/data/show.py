@@ -25,7 +25,7 @@ _PARTS = (*THOUGHT_KEYS, "content", "tool_calls")
 _MARKS = ("«", "»")
 
 
-def trained_targets(batch: Any) -> np.ndarray:
+def trained_targets(batch: object) -> np.ndarray:
   """Returns True for tokens that are predicted and trained, bool [B, T].
 
   A token is a target if its mask is 1 and the previous token belongs to the same
@@ -41,7 +41,7 @@ def trained_targets(batch: Any) -> np.ndarray:
   return targets
 
 
-def check_supervision(batch: Any) -> int:
+def check_supervision(batch: object) -> int:
   """Returns the number of trained tokens of a batch.
 
   Args:
@@ -75,7 +75,7 @@ def check_supervision(batch: Any) -> int:
 
 
 def describe_batch(
-  batch: Any,
+  batch: object,
   tokenizer: TokenizerAdapter,
   *,
   rows: int | None = None,
@@ -248,13 +248,13 @@ def _marked(
   return "".join(pieces)
 
 
-def _segments(batch: Any) -> np.ndarray:
+def _segments(batch: object) -> np.ndarray:
   """Returns the segment ids; a batch without them has one segment per row."""
   segments = _field(batch, "segment_ids", required=False)
   return np.ones_like(_field(batch, "input_tokens")) if segments is None else segments
 
 
-def _field(batch: Any, name: str, required: bool = True) -> Any:
+def _field(batch: object, name: str, required: bool = True) -> Any:
   is_mapping = isinstance(batch, Mapping)
   value = batch.get(name) if is_mapping else getattr(batch, name, None)
   if value is None and required:

@@ -16,6 +16,7 @@ from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.data.turns.reasoning import Reasoning
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import attributes
 
 Unusable = Literal["error", "drop"]
 Layout = OneRow | SideBySide | PromptText
@@ -64,12 +65,9 @@ class Source:
 
   def __post_init__(self):
     choices = {"overlong": Overlong, "unusable": Unusable, "reasoning": Reasoning}
-    for name, kind in choices.items():
-      if getattr(self, name) not in get_args(kind):
-        raise ValueError(
-          f"{name} {getattr(self, name)!r} is unknown; use one of "
-          f"{list(get_args(kind))}"
-        )
+    for name, value in attributes.of(self, choices).items():
+      if value not in (known := get_args(choices[name])):
+        raise ValueError(f"{name} {value!r} is unknown; use one of {list(known)}")
     needed = layout_type(self.kind)
     if not isinstance(self.layout, needed):
       raise ValueError(
@@ -99,7 +97,7 @@ class Source:
       self.layout.stack, names=self.kind.completions, pad_id=self.pad_id
     )
 
-  def where(self, index: Any) -> str:
+  def where(self, index: object) -> str:
     """Returns the place of record `index`, for messages."""
     return stored.place(self.records, index)
 
@@ -119,7 +117,7 @@ class Source:
       reasoning=self.reasoning,
     )
 
-  def fit(self, rendered: Rendered, index: Any) -> Rendered | None:
+  def fit(self, rendered: Rendered, index: object) -> Rendered | None:
     """Returns record `index` within the lengths of the layout, None if it is dropped.
 
     Raises:
@@ -160,7 +158,7 @@ class Source:
       )
     return fault
 
-  def element(self, index: Any) -> Any | None:
+  def element(self, index: object) -> Any | None:
     """Returns record `index` as an element of a batch, None if it is dropped.
 
     Raises:

@@ -30,6 +30,7 @@ from tunix.sft.config import (
   TrainingConfig as _TrainingConfig,
   TrainingInput as _TrainingInput,
 )
+from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.steps import windows
@@ -89,9 +90,9 @@ class DistillationTrainer(PeftTrainer):
   def __init__(
     self,
     student_model: nnx.Module,
-    teacher_model: Any,
+    teacher_model: object,
     strategy: BaseStrategy,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: _TrainingConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
     *,
@@ -146,13 +147,13 @@ class DistillationTrainer(PeftTrainer):
     return self
 
   def get_train_loss(
-    self, model: nnx.Module, teacher_output: Any, inputs: Inputs
+    self, model: nnx.Module, teacher_output: object, inputs: Inputs
   ) -> Any:
     """Computes the loss of one micro-batch; traced."""
     return self.strategy.get_train_loss(model, teacher_output, inputs)
 
   def get_eval_loss(
-    self, model: nnx.Module, teacher_output: Any, inputs: Inputs
+    self, model: nnx.Module, teacher_output: object, inputs: Inputs
   ) -> Any:
     """Computes the evaluation's loss of one micro-batch; traced.
 
@@ -208,7 +209,7 @@ class DistillationTrainer(PeftTrainer):
     finally:
       self._evaluating = False
 
-  def _teacher_output(self, batch: Any) -> Any:
+  def _teacher_output(self, batch: object) -> Any:
     """Returns the teacher's output for a batch, on the student's devices."""
     teacher = self.teacher_model
     if teacher is None:
@@ -223,7 +224,7 @@ class DistillationTrainer(PeftTrainer):
     device = None if self._state.mesh is not None else self._state.devices()[0]
     return jax.tree.map(lambda x: to_device(x, device), out)
 
-  def _score(self, teacher: Any, batch: Any) -> Any:
+  def _score(self, teacher: Any, batch: object) -> Any:
     """Returns the teacher's output for a batch, on the teacher's devices."""
     axes = self.training_config.data_sharding_axis
     return inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
@@ -234,7 +235,7 @@ class DistillationTrainer(PeftTrainer):
     return lambda model, batch: strategy.get_teacher_outputs(model, input_fn(batch))
 
 
-def _without_teacher(batch: Any) -> Any:
+def _without_teacher(batch: object) -> Any:
   """Returns the batch without `teacher_output`."""
   if isinstance(batch, TrainingInput):
     return dataclasses.replace(batch, teacher_output=None)
@@ -243,7 +244,9 @@ def _without_teacher(batch: Any) -> Any:
   return batch
 
 
-def _check_models(student: nnx.Module, teacher: Any, kinds: tuple[type, ...]) -> None:
+def _check_models(
+  student: nnx.Module, teacher: object, kinds: tuple[type, ...]
+) -> None:
   """Checks the types of student and teacher, and that they share no trained weights.
 
   Raises:

@@ -37,6 +37,7 @@ from tunix.generate.engine_sampler import sampler_of
 from tunix.perf.trace import NoopTracer
 from tunix.sft import averages
 from tunix.sft.loop import trainer_arguments
+from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.utils import checks, mesh as mesh_lib
@@ -120,13 +121,13 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   def __init__(
     self,
     student_model: nnx.Module,
-    teacher_model: Any,
+    teacher_model: object,
     strategy: BaseStrategy,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: OnPolicyConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
     *,
-    tokenizer: Any,
+    tokenizer: object,
     tokenizers: tuple[Any, Any] | None = None,
     perf_tracer: NoopTracer | None = None,
   ):
@@ -157,7 +158,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       perf_tracer=perf_tracer,
     )
 
-  def _read(self, batch: Any) -> Prompts:
+  def _read(self, batch: object) -> Prompts:
     if isinstance(batch, Prompts):
       return batch
     fields = batch_fields(batch)
@@ -190,9 +191,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     limit = self.on_policy.max_teacher_prompt_length
     prompts = fields.get("teacher_prompts")
     if (limit is None) != (prompts is None) or len(prompts or ()) not in (0, count):
-      found = "no" if prompts is None else len(prompts)
+      number = "no" if prompts is None else len(prompts)
       raise ValueError(
-        f"the batch has {count} prompts and {found} teacher_prompts, and "
+        f"the batch has {count} prompts and {number} teacher_prompts, and "
         f"max_teacher_prompt_length is {limit}: set both, with one for each prompt, or "
         "neither"
       )
@@ -264,7 +265,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   def _make_teacher_score(self) -> Callable[..., Any]:
     score = super()._make_teacher_score()
 
-    def placed(model: nnx.Module, batch: Any) -> Any:
+    def placed(model: nnx.Module, batch: object) -> Any:
       if not isinstance(batch, Mapping):
         return score(model, batch)
       names = (prompts_lib.PLACES, prompts_lib.OWN)
@@ -311,7 +312,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     return batch._replace(completion_ids=ids, completion_mask=mask)
 
 
-def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
+def _check_policy(strategy: BaseStrategy, config: OnPolicyConfig) -> None:
   if not isinstance(strategy, PolicyGradientStrategy):
     return
   drawn = (config.on_policy_fraction, config.temperature)
@@ -325,7 +326,9 @@ def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
     )
 
 
-def _check_teacher(teacher: Any, strategy: Any, config: OnPolicyConfig) -> None:
+def _check_teacher(
+  teacher: object, strategy: BaseStrategy, config: OnPolicyConfig
+) -> None:
   """Refuses a teacher or a prompt of its own that the strategy cannot use."""
   has_prompts = config.max_teacher_prompt_length is not None
   if isinstance(teacher, SelfTeacher) and not has_prompts:

@@ -60,7 +60,7 @@ def next_tokens(inputs: Inputs) -> Labels:
   )
 
 
-def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
+def call(fn: Callable[..., Any], *args: object, inputs: Inputs) -> Any:
   """Calls `fn(*args, **inputs)` with the inputs that its signature names.
 
   If the signature has `**kwargs`, the function receives all inputs.
@@ -73,35 +73,35 @@ def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
   return fn(*args, **{name: inputs[name] for name in free if name in inputs})
 
 
-def states(model: Any, inputs: Inputs) -> jax.Array:
+def states(model: object, inputs: Inputs) -> jax.Array:
   """Returns the final hidden states, or logits if the model has no hidden states."""
   return _adapted(model).states(_sequences(model, inputs))
 
 
-def output(model: Any, inputs: Inputs) -> Unembedded | jax.Array:
+def output(model: object, inputs: Inputs) -> Unembedded | jax.Array:
   """Returns `Unembedded` hidden states if the model has them, else logits [B, T, V]."""
   return _adapted(model).output(states(model, inputs))
 
 
-def logits(model: Any, inputs: Inputs) -> jax.Array:
+def logits(model: object, inputs: Inputs) -> jax.Array:
   """Returns the logits [B, T, V] as one array."""
   return _adapted(model).full_logits(_sequences(model, inputs))
 
 
 def token_logps(
-  model: Any, inputs: Inputs, targets: jax.Array, temperature: float
+  model: object, inputs: Inputs, targets: jax.Array, temperature: float
 ) -> jax.Array:
   """Returns the log-probabilities of the targets, float32 [B, T] in nats."""
   hidden = states(model, inputs)
   return _adapted(model).token_logps(hidden, targets, temperature=temperature).logps
 
 
-def top_tokens(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
+def top_tokens(model: object, inputs: Inputs, k: int, temperature: float) -> TopK:
   """Returns the k most likely tokens at each position, with log-probabilities."""
   return _adapted(model).top_k(states(model, inputs), k, temperature)
 
 
-def fields_of(model: Any) -> tuple[str, ...]:
+def fields_of(model: object) -> tuple[str, ...]:
   """Returns the names of the fields that a model receives if a batch has them."""
   return (*_FIELDS, *_further_fields(model))
 
@@ -114,7 +114,7 @@ def _adapted(model: Any) -> LanguageModel:
   return calling.adapt(model, remedy=": give the strategy a forward function")
 
 
-def _sequences(model: Any, inputs: Inputs) -> Sequences:
+def _sequences(model: object, inputs: Inputs) -> Sequences:
   if "input_tokens" not in inputs:
     raise ValueError(
       f"the inputs are {sorted(inputs)}, without input_tokens. Add this field with "

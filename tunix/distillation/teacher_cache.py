@@ -27,7 +27,7 @@ from tunix.ops.distill import TopK
 from tunix.sft import inference
 from tunix.sft.checkpoints import stamp
 from tunix.sft.losses import batch_fields
-from tunix.utils import checks, coordination, mesh as mesh_lib
+from tunix.utils import checks, coordination, mesh as mesh_lib, tree
 from tunix.utils.io import write_json
 
 _FORMAT = 2  # version of the files; a folder of another version is refused
@@ -159,7 +159,7 @@ class TeacherCache:
         f"{len(self)} rows: fill it with the batches of the training (the same tokens "
         "and the same padding), or give it the teacher"
       )
-    rows = {k: x for k, x in inputs.items() if hasattr(x, "shape")}
+    rows = {k: x for k, x in inputs.items() if tree.is_array(x)}
     score = _score(self.top_k, self.temperature)
     # The keys pass through the same program as the rows, so that keys and rows of all
     # processes come back in the same order.
@@ -236,7 +236,7 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
       "needs to find rows. Add input_tokens"
     )
   tokens = np.asarray(inputs["input_tokens"])
-  arrays = {n: x for n, x in inputs.items() if n in fields and hasattr(x, "shape")}
+  arrays = {n: x for n, x in inputs.items() if n in fields and tree.is_array(x)}
   arrays = {**arrays, "input_tokens": tokens}
   plain = [(name, _plain(x)) for name, x in sorted(arrays.items())]
   rows = len(tokens)
@@ -251,7 +251,7 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
   return keys
 
 
-def _plain(array: Any) -> np.ndarray:
+def _plain(array: object) -> np.ndarray:
   """Converts to int32 or float32, so that equal numbers have equal bytes."""
   array = np.asarray(array)
   return array.astype(np.int32 if array.dtype.kind in "biu" else np.float32)

@@ -21,7 +21,7 @@ from tunix.utils import mesh as mesh_lib
 _NAME = "teacher_table"
 
 
-def attach(student: Any, teacher: Any) -> Layout:
+def attach(student: nnx.Module, teacher: Any) -> Layout:
   """Attaches the teacher's table to the student; returns the layout of the table.
 
   On one device student and teacher share the memory of the table.
@@ -53,7 +53,7 @@ def of(student: nnx.Module) -> jax.Array:
   return getattr(student, _NAME)[...]
 
 
-def to_device(x: Any, device: Any) -> Any:
+def to_device(x: Any, device: object) -> Any:
   """Moves an array of the teacher to a device.
 
   Args:

@@ -87,9 +87,9 @@ class Teachers:
     """
     known = list(self.models)
     if names is None or len(names) != rows:
-      found = "no names" if names is None else f"{len(names)} names"
+      count = "no names" if names is None else f"{len(names)} names"
       raise ValueError(
-        f"the batch has {rows} prompts and {found} of teachers. Add one of "
+        f"the batch has {rows} prompts and {count} of teachers. Add one of "
         f'{", ".join(known)} for each prompt under "teachers"'
       )
     if unknown := sorted(set(map(str, names)) - set(known)):

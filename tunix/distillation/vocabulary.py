@@ -27,7 +27,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
     check_same_vocabulary(sizes[0], sizes[1])
 
 
-def check_tokenizers(student: Any, teacher: Any) -> None:
+def check_tokenizers(student: object, teacher: object) -> None:
   """Checks that two tokenizers split texts into the same ids.
 
   The whole vocabularies are compared if both tokenizers have `get_vocab`, otherwise the
@@ -45,8 +45,8 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
     if ids[0] != ids[1]:
       raise _difference(repr(text), *(f"{row[:8]}..." for row in ids))
   # Padding may differ, because it is never scored.
-  for role in ("bos_id", "eos_id"):
-    ids = [getattr(tokenizer, role)() for tokenizer in pair]
+  ends = {"bos_id": [t.bos_id() for t in pair], "eos_id": [t.eos_id() for t in pair]}
+  for role, ids in ends.items():
     if ids[0] != ids[1]:
       raise _difference(role, *ids)
   _check_tokens(*pair)
@@ -66,7 +66,7 @@ def _check_tokens(student: TokenizerAdapter, teacher: TokenizerAdapter) -> None:
     raise _difference(f"the token {text!r}", *ids)
 
 
-def _difference(subject: str, student: Any, teacher: Any) -> ValueError:
+def _difference(subject: str, student: object, teacher: object) -> ValueError:
   return ValueError(
     f"the tokenizers differ: {subject} is {student} to the student and {teacher} to "
     "the teacher, so that one id means different tokens. Use a teacher with the "

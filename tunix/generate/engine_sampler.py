@@ -121,7 +121,7 @@ class EngineSampler(BaseSampler):
   def __init__(
     self,
     transformer: Transformer,
-    tokenizer: Any,
+    tokenizer: object,
     cache_config: CacheConfig | None = None,
     gather_weights: GatherWeights = None,
     *,
@@ -169,7 +169,7 @@ class EngineSampler(BaseSampler):
     max_generation_steps: int | Sequence[int],
     *,
     every: int = 8,
-    **options: Any,
+    **options: object,
   ) -> Iterator[Increment]:
     """Completes prompts and yields the completions while they grow; see `Sampler`."""
     checked = sampler.stream_options(max_generation_steps, every, options)

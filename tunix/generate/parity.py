@@ -167,7 +167,7 @@ def _rows(out: Any, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
   return prompts, mask, tokens, np.ones(tokens.shape, bool)
 
 
-def _most_likely(model: nnx.Module, *rows: Any) -> jax.Array:
+def _most_likely(model: nnx.Module, *rows: object) -> jax.Array:
   """Returns int32 [B, R], the token that scoring ranks first at each place.
 
   Rows run one after the other, so that only one row's logits [R, V] are in memory.

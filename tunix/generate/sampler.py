@@ -25,8 +25,9 @@ from tunix.generate.padded.completions import Increment, RowReader
 from tunix.generate.padded.requests import Request
 from tunix.generate.sizes.batching import Shape
 from tunix.generate.tokens import Completion
+from tunix.models import calling
 from tunix.perf import programs
-from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils import attributes, checks, mesh as mesh_lib
 
 # Options whose result exists only when all rows have ended.
 NOT_STREAMED = frozenset(
@@ -83,7 +84,7 @@ class Sampler(BaseSampler):
   def __init__(
     self,
     transformer: nnx.Module,
-    tokenizer: Any,
+    tokenizer: object,
     cache_config: CacheConfig | None = None,
     gather_weights: GatherWeights = None,
   ):
@@ -98,11 +99,11 @@ class Sampler(BaseSampler):
     self.transformer = transformer
     self.cache_config = cache_config
     self.gather_weights: GatherWeights = gather_weights
-    config = getattr(transformer, "config", None)
-    for name in ("num_layers", "num_kv_heads", "head_dim"):
-      expected = getattr(cache_config, name, None)
-      actual = getattr(config, name, expected)
-      if expected is not None and expected != actual:
+    names = ("num_layers", "num_kv_heads", "head_dim")
+    sizes = {} if cache_config is None else attributes.known(cache_config, names)
+    for name, expected in sizes.items():
+      actual = calling.config_value(transformer, name, expected)
+      if expected != actual:
         raise ValueError(
           f"CacheConfig.{name} is {expected}, the model has {actual}: give the "
           "model's, or leave it out"
@@ -151,7 +152,7 @@ class Sampler(BaseSampler):
     max_generation_steps: int | Sequence[int],
     *,
     every: int = 8,
-    **options: Any,
+    **options: object,
   ) -> Iterator[Increment]:
     """Completes prompts and yields the completions while they grow.
 

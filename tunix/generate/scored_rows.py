@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
   @classmethod
   def checked(
-    cls, *arrays: Any, prompt_routes: Any = None, completion_routes: Any = None
+    cls, *arrays: Any, prompt_routes: object = None, completion_routes: object = None
   ) -> Rows:
     """Checks the shapes of four arrays, in the order of the attributes, and routes.
 

@@ -66,9 +66,9 @@ def score_completions(
   entropy: bool = False,
   tile_rows: int | None = None,
   tile_tokens: int | None = None,
-  prompt_routes: Any = None,
-  completion_routes: Any = None,
-  head_ids: Any = None,
+  prompt_routes: jax.Array | None = None,
+  completion_routes: jax.Array | None = None,
+  head_ids: jax.Array | None = None,
 ) -> Scores | HeadScores:
   """Scores completions under softmax(logits / temperature).
 
@@ -151,12 +151,12 @@ def score_completions(
       out = scores(model, scored, targets)
     size = rows.completions.shape[1]
     keep = lambda x: jnp.where(rows.completion_mask, x[:, :size], 0.0)
-    found = Scores(*jax.tree.map(keep, tuple(out)))
+    own = Scores(*jax.tree.map(keep, tuple(out)))
     if head_ids is None:
-      return found
+      return own
     head = calling.adapt(model).logps_at(scored, head_ids, temperature=temperature)
     kept = jnp.where(rows.completion_mask[..., None], head, 0.0)
-    return HeadScores(*found, head=kept)
+    return HeadScores(*own, head=kept)
 
   return (
     one(model, rows) if tile_rows is None else _by_tiles(model, one, rows, tile_rows)
@@ -209,7 +209,7 @@ def completion_logits(
 
 
 def score_values(
-  critic: Any,
+  critic: nnx.Module,
   prompt_ids: Ids,
   prompt_mask: Mask,
   completion_ids: Ids,
@@ -235,7 +235,7 @@ def score_values(
 
 
 def score_sequences(
-  reward_model: Any,
+  reward_model: nnx.Module,
   prompt_ids: Ids,
   prompt_mask: Mask,
   completion_ids: Ids,

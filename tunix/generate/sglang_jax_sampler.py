@@ -31,7 +31,7 @@ class SglangJaxSampler(BaseSampler):
   def __init__(
     self,
     url: str,
-    tokenizer: Any,
+    tokenizer: object,
     *,
     timeout_s: float = 600.0,
     restart: Callable[[pathlib.Path], str] | None = None,

@@ -44,7 +44,7 @@ class TokenizerAdapter:
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: object,
     *,
     chat_template: tokenizer_files.ChatTemplates | None = None,
     bos_token: str | None = None,
@@ -372,7 +372,7 @@ class TokenizerAdapter:
     tokenize: bool = False,
     *,
     now: datetime.datetime | None = None,
-    **kwargs: Any,
+    **kwargs: object,
   ) -> Any:
     """Renders a conversation to text, or to token ids with `tokenize`.
 
@@ -433,7 +433,7 @@ class TokenizerAdapter:
       tokenizer_files.write_chat_template(target, self.chat_template)
 
 
-def adapted(tokenizer: Any) -> TokenizerAdapter:
+def adapted(tokenizer: object) -> TokenizerAdapter:
   """Returns the tokenizer in an adapter; an adapter is returned itself."""
   is_adapter = isinstance(tokenizer, TokenizerAdapter)
   return tokenizer if is_adapter else TokenizerAdapter(tokenizer)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tunix.generate.sizes import batching
+from tunix.utils import attributes
 
 
 class Column(NamedTuple):
@@ -35,7 +36,7 @@ class Column(NamedTuple):
   optional: bool = False
 
 
-def column(dtype: Any, saved: str | None = None, **form: Any) -> Any:
+def column(dtype: object, saved: str | None = None, **form: Any) -> Any:
   """Returns a field of `Tokens` with its `Column`."""
   made = Column(dtype, saved, **form)
   return dataclasses.field(default=None, metadata={"column": made})
@@ -123,7 +124,7 @@ class Tokens:
 
   def columns(self) -> dict[str, np.ndarray]:
     """Returns the columns that are known, by name."""
-    return {name: x for name in COLUMNS if (x := getattr(self, name)) is not None}
+    return attributes.known(self, COLUMNS)
 
   def cut(self, count: int) -> Self:
     """Returns the first `count` tokens."""
@@ -151,8 +152,7 @@ class Tokens:
 
   def saved(self) -> dict[str, np.ndarray | None]:
     """Returns the columns that are saved, by their names in JSON."""
-    values = {column: getattr(self, column) for column in _SAVED}
-    return {_SAVED[column]: x for column, x in without_unknown(values).items()}
+    return {_SAVED[name]: x for name, x in attributes.known(self, _SAVED).items()}
 
   @classmethod
   def of_saved(cls, saved: Mapping[str, Any], **fields: Any) -> Self:

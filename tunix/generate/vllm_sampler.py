@@ -34,7 +34,7 @@ class VllmSampler(BaseSampler):
   def __init__(
     self,
     url: str,
-    tokenizer: Any,
+    tokenizer: object,
     *,
     model: str | None = None,
     logprob_kind: LogprobKind | None = None,

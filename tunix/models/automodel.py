@@ -332,15 +332,17 @@ def named_dtype(hf: Mapping[str, Any]) -> Any:
   if named is None:
     return None
   try:
-    found = jnp.dtype(named)
+    dtype = jnp.dtype(named)
   except TypeError as error:
     raise ValueError(f"dtype {named!r} is unknown: {_DTYPES}") from error
-  if not jnp.issubdtype(found, jnp.floating) or found.itemsize == 1:
+  if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
     raise ValueError(f"dtype {named!r} is no dtype to compute in: {_DTYPES}")
-  return found
+  return dtype
 
 
-def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
+def _stored_dtype(
+  hf: dict[str, Any], family: Family, tensors: Mapping[str, StoredTensor]
+) -> Any:
   """Returns the checkpoint's dtype: the one in config.json, else its first weight's."""
   named = named_dtype(hf)
   if named is not None:

@@ -42,8 +42,8 @@ class Unembedded(NamedTuple):
     table, layout: the unembedding and its layout, see `Transformer.unembedding`.
   """
 
-  hidden: Any
-  table: Any
+  hidden: jax.Array
+  table: jax.Array
   layout: Layout
 
 
@@ -300,10 +300,17 @@ def adapt(model: nnx.Module, remedy: str = "") -> LanguageModel:
   return (_FromHidden if offers_hidden else _FromLogits)(model, parameters, remedy)
 
 
-def vocab_size(model: Any) -> int | None:
+def vocab_size(model: nnx.Module) -> int | None:
   """Returns the size of a model's vocabulary; None if the model does not state it."""
-  stated = getattr(model, "vocab_size", None)
-  return stated or getattr(getattr(model, "config", None), "vocab_size", None)
+  return getattr(model, "vocab_size", None) or config_value(model, "vocab_size")
+
+
+def config_value(model: object, name: str, default: Any = None) -> Any:
+  """Returns a field of `model.config`; `default` if the model or its config has none.
+
+  A model of a user may have no config, or one with other fields.
+  """
+  return getattr(getattr(model, "config", None), name, default)
 
 
 def call_parameters(model: nnx.Module) -> Parameters:

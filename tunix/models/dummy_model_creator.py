@@ -17,7 +17,7 @@ from tunix.utils import mesh as mesh_lib
 
 def create_dummy_model(
   model_class: Callable[..., nnx.Module],
-  config: Any,
+  config: object,
   mesh: Mesh | None = None,
   dtype: DTypeLike | None = None,
   random_seed: int = 0,

@@ -9,7 +9,6 @@ without editing the package: they build a `Family` and pass it as `family=` to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.family import Family as Family, Preset
@@ -62,7 +61,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def by_model_type(model_type: Any) -> Family:
+def by_model_type(model_type: object) -> Family:
   """Returns the family of a `config.json`.
 
   Args:

@@ -30,7 +30,7 @@ from tunix.models.transformer.dense.layers import param
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.recurrences.mamba2 import Mamba2
 from tunix.models.transformer.shards import sharding
-from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils import attributes, checks, mesh as mesh_lib
 
 __all__ = [
   "ALL_LINEAR",
@@ -212,8 +212,9 @@ def apply(
 
 
 def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
-  for name in ("rank_pattern", "alpha_pattern"):
-    for pattern in getattr(config, name):
+  tables = attributes.of(config, ("rank_pattern", "alpha_pattern"))
+  for name, patterns in tables.items():
+    for pattern in patterns:
       if not any(lora_modules.hits(pattern, path) for path in chosen):
         raise ValueError(
           f"{name} {pattern!r} matches none of the adapted modules; they are "
@@ -249,8 +250,8 @@ def merge(
     if linear.lora_a is None:
       quantization.dequantize_kernel(linear)
       continue
-    spec = linear.kernel.get_metadata()["out_sharding"]
-    value, error = lora_modules.merged_kernel(path, linear, linear.kernel.dtype)
+    spec = linear.stored.get_metadata()["out_sharding"]
+    value, error = lora_modules.merged_kernel(path, linear, linear.stored.dtype)
     linear.kernel = nnx.data(param(value, spec))
     lora_modules.detach(linear)
     errors.append(error)

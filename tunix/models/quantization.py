@@ -154,7 +154,7 @@ class OnLoad:
     self.config = as_config(config)
     modules = lora_modules.adaptable(model)
     self.specs = {
-      f"{path}.kernel": modules[path].kernel.get_metadata()["out_sharding"]
+      f"{path}.kernel": modules[path].stored.get_metadata()["out_sharding"]
       for path in _chosen(modules, self.config)
     }
     self.kernels: dict[str, QuantizedKernel] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def load_model(
   tensors: Mapping[str, StoredTensor],
-  config: Any,
+  config: object,
   family: Family,
   mesh: Mesh | None = None,
   quantize: QuantizationConfig | str | None = None,
@@ -77,7 +76,7 @@ def load_model(
 
   with WeightReader(tensors) as reader:
 
-    def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def load(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
       name = tree.path_name(path)
       where = targets[name] if targets else None
       if name in fresh:
@@ -125,7 +124,7 @@ def _check(
     )
 
 
-def _check_extra(extra: Iterable[str], config: Any, family: Family) -> None:
+def _check_extra(extra: Iterable[str], config: object, family: Family) -> None:
   """Refuses tensors that have no place in the model and are not harmless."""
   harmless = list(family.harmless)
   ours = isinstance(config, TransformerConfig)

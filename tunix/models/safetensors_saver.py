@@ -117,7 +117,7 @@ def save_pretrained(
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
     if not together or jax.process_index() == 0:
       if origin is not None:
-        _copy_companions(origin, staging)
+        copy_companions(origin, staging)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.report_errors(errors, None, _log)
 
@@ -138,9 +138,9 @@ def described(config: Any, family: Family) -> dict[str, Any]:
 def _check_complete(
   config: TransformerConfig, hf: Mapping[str, Any], family: Family
 ) -> None:
-  back = _canonical(family.config_from_hf(hf))
+  back = vars(_canonical(family.config_from_hf(hf)))
   for name, value in vars(_canonical(config)).items():
-    reread = getattr(back, name)
+    reread = back[name]
     close = isinstance(value, float) and isinstance(reread, float)
     if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
@@ -149,7 +149,7 @@ def _check_complete(
       )
 
 
-def _canonical(config: Any) -> Any:
+def _canonical(config: TransformerConfig) -> TransformerConfig:
   """Returns a configuration that compares equal for equal mathematical functions.
 
   Fields that do not change the function, such as dtypes and sharding, are reset.
@@ -204,7 +204,8 @@ def _unknown_fields(
   return extra
 
 
-def _copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+def copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the files of a model that are neither weights nor `config.json`."""
   for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
     target = folder / file.relative_to(origin)
     target.parent.mkdir(exist_ok=True)
@@ -237,7 +238,7 @@ def new_tensors(
     if field == "codes":  # codes and scales together are one quantized kernel
       path, (module, _, field) = module, module.rpartition(".")
     linear = linears.get(module) if field == "kernel" else None
-    parameter = value if linear is None else linear.kernel
+    parameter = value if linear is None else linear.stored
     place = params.place(family.names, path, model.config)
     target = np.dtype(parameter.dtype if dtype is None else jnp.dtype(dtype))
     leaf = _Leaf(path, value, linear, place, target, errors)
@@ -285,7 +286,7 @@ class _Leaf:
       value, error = lora_modules.merged_kernel(self.path, linear, self.dtype)
       self.errors.append(error)
     elif linear is not None and lora_modules.is_quantized(linear):
-      value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
+      value = lora_modules.dense_kernel(linear, linear.stored.dtype)
     if not value.is_fully_addressable:
       return mesh_lib.to_host(value)
     # A jax.Array caches its host copy as long as it exists. A new jax.Array with the

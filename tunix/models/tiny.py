@@ -11,6 +11,7 @@ from tunix.models.transformer.config import (
   Mamba2Config,
   TransformerConfig,
 )
+from tunix.utils import attributes
 
 # Divisible by eight devices, and by the blocks of quantized kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
@@ -71,7 +72,8 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
   if config.rope.scaling == "longrope":  # it has numbers for each pair of dimensions
     head_dim = fields.get("head_dim", _SIZES["head_dim"])
     pairs = config.rope.rotated(head_dim) // 2
-    numbers = {x: getattr(config.rope, x)[:pairs] for x in _DIVISORS}
+    divisors = attributes.of(config.rope, _DIVISORS)
+    numbers = {name: x[:pairs] for name, x in divisors.items()}
     fields["rope"] = dataclasses.replace(config.rope, **numbers)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:

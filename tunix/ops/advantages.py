@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix.ops.reductions import keep, safe_divide
@@ -129,7 +130,7 @@ def mean_normalized(rewards: Rewards, *, where: Where | None = None) -> Rewards:
   valid = jnp.ones(rewards.shape, bool) if where is None else where
   least = jnp.min(jnp.asarray(rewards), where=valid, initial=0.0)
   # Traced rewards have no value yet; those of a learner have.
-  if not isinstance(least, jax.core.Tracer) and least < 0:
+  if not isinstance(least, Tracer) and least < 0:
     raise ValueError(
       f"a reward is {least}; expected at least 0, because mean_normalized (MaxRL) "
       "divides by the mean of a group. Change the rewards, for example to 0 and 1"
@@ -255,7 +256,7 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   # NumPy arrays are subtracted in float64, before JAX rounds them to float32, in which
   # 1e8 and 1e8 + 1 are one number.
   # NumPy cannot read a mask that is traced.
-  on_device = isinstance(rewards, jax.Array) or isinstance(where, jax.core.Tracer)
+  on_device = isinstance(rewards, jax.Array) or isinstance(where, Tracer)
   xp: Any = jnp if on_device else rewards.__array_namespace__()
   valid = xp.ones(rewards.shape, bool) if where is None else where
   finite = (

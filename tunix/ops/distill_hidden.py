@@ -124,12 +124,13 @@ def weighted_distillation(
   layout = for_batch(layout, hidden.shape)
   # One pass computes both models, so tokens and vocabulary of the teacher are split as
   # those of the student.
-  spread = {
-    f: getattr(layout, f) for f in ("mesh", "batch_axes", "token_axis", "vocab_axis")
-  }
-  rule = _Rule(
-    distill.checked(how), soft, hard, layout, teacher_layout._replace(**spread)
+  alike = teacher_layout._replace(
+    mesh=layout.mesh,
+    batch_axes=layout.batch_axes,
+    token_axis=layout.token_axis,
+    vocab_axis=layout.vocab_axis,
   )
+  rule = _Rule(distill.checked(how), soft, hard, layout, alike)
   teacher = jax.lax.stop_gradient(teacher)
   arrays = (hidden, table, teacher, targets, weights)
   total, by_token = cast(Any, _distillation)(*arrays, rule)

@@ -154,7 +154,7 @@ def pair_loss(
   *,
   beta: float = 0.1,
   label_smoothing: float = 0.0,
-  **options: Any,
+  **options: object,
 ) -> PairLoss:
   """Returns the loss of every pair, and metrics.
 

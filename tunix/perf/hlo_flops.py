@@ -173,8 +173,8 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 def _kernel_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
   """Counts a kernel of attention; 0 for other kernels."""
-  if (found := _CUDNN_KERNEL.search(kernel.text)) is not None:
-    return _cudnn_flops(_CUDNN[found[1]], kernel, operations)
+  if (match := _CUDNN_KERNEL.search(kernel.text)) is not None:
+    return _cudnn_flops(_CUDNN[match[1]], kernel, operations)
   return _splash_flops(kernel, operations)
 
 

@@ -121,7 +121,7 @@ def intercepted(interceptor: _Interceptor) -> Iterator[None]:
     _interceptor.reset(token)
 
 
-def call(name: str, jitted: Callable[..., Any], *args: Any) -> Any:
+def call(name: str, jitted: Callable[..., Any], *args: object) -> Any:
   """Returns `jitted(*args)`; inside `recording` the shapes of that result."""
   records, interceptor = _records.get(), _interceptor.get()
   if records is not None:
@@ -129,7 +129,7 @@ def call(name: str, jitted: Callable[..., Any], *args: Any) -> Any:
   return jitted(*args) if interceptor is None else interceptor(name, jitted, args)
 
 
-def lower(name: str, jitted: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+def lower(name: str, jitted: Callable[..., Any], *args: object) -> jax.stages.Lowered:
   """Returns `jitted.lower(*args)`, and records it inside `recording`."""
   records = _records.get()
   if records is None:
@@ -165,7 +165,7 @@ def _form(args: tuple[Any, ...]) -> Any:
   return structure, tuple(one(leaf) for leaf in leaves)
 
 
-def shapes_in(tree: Any) -> list[jax.ShapeDtypeStruct]:
+def shapes_in(tree: object) -> list[jax.ShapeDtypeStruct]:
   """Returns the shapes of a pytree that stand for arrays of numbers."""
   return [
     x

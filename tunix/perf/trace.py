@@ -52,7 +52,7 @@ class NoopPhase:
   def __exit__(self, *error: object) -> None:
     return None
 
-  def device_end(self, waitlist: Any) -> None:
+  def device_end(self, waitlist: object) -> None:
     """Names the arrays that the devices compute in this phase."""
 
 
@@ -276,7 +276,7 @@ class _Phase(NoopPhase):
     assert self._span is not None
     self._tracer.end(self._span, self._timeline, self._arrays)
 
-  def device_end(self, waitlist: Any) -> None:
+  def device_end(self, waitlist: object) -> None:
     self._arrays += jax.tree.leaves(waitlist)
 
 

@@ -22,7 +22,11 @@ _REQUEST, _ANSWER = "request", "answer"
 
 
 def plan(
-  function: Callable[..., Any], settings: Any, topology: str, *args: Any, **options: Any
+  function: Callable[..., Any],
+  settings: object,
+  topology: str,
+  *args: object,
+  **options: object,
 ) -> Any:
   """Returns `function(settings, topology, ...)`, for GPUs from a process of its own.
 
@@ -36,7 +40,7 @@ def plan(
   return call(function, settings, topology, *args, **options)
 
 
-def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def call(function: Callable[..., Any], *args: object, **options: object) -> Any:
   """Returns `function(*args, **options)`, computed in a process that plans for GPUs.
 
   Args:

@@ -189,14 +189,14 @@ def check_packages(topology: str) -> None:
   def module(plugin):
     return plugin.replace("-", "_") + "_plugin"
 
-  found = [x for x in _PLUGINS if importlib.util.find_spec(module(x)) is not None]
-  if not found:
+  installed = [x for x in _PLUGINS if importlib.util.find_spec(module(x)) is not None]
+  if not installed:
     raise ImportError(
       f"XLA's compiler for GPUs is not installed; a plan for {topology} needs it, and "
       "needs no GPU: pip install 'tunix[plan-gpu]'"
     )
   wanted = importlib.metadata.version("jaxlib")
-  for package in (f"{found[0]}-plugin", f"{found[0]}-pjrt"):
+  for package in (f"{installed[0]}-plugin", f"{installed[0]}-pjrt"):
     if (version := importlib.metadata.version(package)) != wanted:
       raise ImportError(
         f"{package} is {version}, and jaxlib is {wanted}; expected equal versions. "

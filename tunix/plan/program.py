@@ -14,6 +14,7 @@ from tunix.perf.chips import Chip
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import collectives, exposed, residents
 from tunix.plan.collectives import Collective
+from tunix.utils import attributes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ class ProgramEstimate:
       for one in sorted(self.collectives, key=lambda one: -one.received)
     ]
     derived = ("held_bytes", "seconds", "limited_by")
-    return {**out, **{name: getattr(self, name) for name in derived}}
+    return {**out, **attributes.of(self, derived)}
 
 
 def estimate(

@@ -13,6 +13,7 @@ from tunix.plan.handover import Handover
 from tunix.plan.program import ProgramEstimate
 from tunix.plan.residents import gib
 from tunix.plan.rollout import Rollouts
+from tunix.utils import attributes
 
 SERVE = "serve"  # the name of a server among the jobs
 
@@ -119,13 +120,13 @@ class RunEstimate:
       "chip_hours",
     )
     return {
-      **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+      **attributes.of_fields(self),
       "chip": None if self.chip is None else dataclasses.asdict(self.chip),
       "programs": [program.to_json() for program in self.programs],
       "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
       "engine": None if self.engine is None else dataclasses.asdict(self.engine),
       "handover": self.handover and dataclasses.asdict(self.handover),
-      **{name: getattr(self, name) for name in derived},
+      **attributes.of(self, derived),
     }
 
   def __str__(self) -> str:

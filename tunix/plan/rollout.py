@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,12 +21,12 @@ LOOP = "decode"  # a loop whose length depends on data; figures are of one pass
 class NoText:
   """The tokenizer of a plan, which reads no text and samples none."""
 
-  def encode(self, text: str, **options: Any) -> list[int]:
+  def encode(self, text: str, **options: object) -> list[int]:
     """Returns one id for each character; the ids are not used."""
     del options
     return [0] * len(text)
 
-  def decode(self, ids: Sequence[int], **options: Any) -> str:
+  def decode(self, ids: Sequence[int], **options: object) -> str:
     """Returns an empty text."""
     del ids, options
     return ""

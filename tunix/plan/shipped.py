@@ -29,7 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.perf import programs
-from tunix.utils import io
+from tunix.utils import attributes, io
 
 NAME = "shipped.json"
 _FORMAT = 2
@@ -167,7 +167,7 @@ def _apply(settings: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _jax_settings(settings: dict[str, Any]) -> Iterator[None]:
-  before = {name: getattr(jax.config, name) for name in settings}
+  before = attributes.of(jax.config, settings)
   _apply(settings)
   try:
     yield
@@ -297,7 +297,7 @@ def _reported(root: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
   """Says of each program, when JAX first needs it, whether the folder had it."""
   events: collections.Counter[str] = collections.Counter()
 
-  def count(event: str, **_: Any) -> None:
+  def count(event: str, **_: object) -> None:
     events[event] += 1
 
   def call(name: str, jitted: Any, args: tuple[Any, ...]) -> Any:

@@ -19,7 +19,7 @@ from tunix.sft.steps.train_step import examples_in
 STEP = "train step"
 
 
-def of_trainer(trainer: PeftTrainer, batch: Any) -> dict[str, ProgramRecord]:
+def of_trainer(trainer: PeftTrainer, batch: object) -> dict[str, ProgramRecord]:
   """Returns {name: program} of a trainer.
 
   The programs are the train step, programs that run before it on the same batch (such

@@ -11,7 +11,7 @@ from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
 from tunix.rl.prompts.curriculum import CurriculumConfig
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import setting
 
 # The ways that the ratio to the policy before the update enters the loss.
@@ -83,9 +83,10 @@ class RolloutCorrection:
     )
     _choose("kind", self.kind, KINDS)
     _choose("level", self.level, LEVELS)
-    for name in ("low", "high", "threshold"):
-      value, default = getattr(self, name), getattr(KINDS[self.kind], name)
-      if value is not None and default is None:
+    bounds = ("low", "high", "threshold")
+    defaults = attributes.of(KINDS[self.kind], bounds)
+    for name, value in attributes.known(self, bounds).items():
+      if defaults[name] is None:
         raise ValueError(
           f"{name} is {value} and kind is {self.kind!r}, which does not use it: leave "
           f"{name} out"

@@ -30,6 +30,7 @@ from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+from tunix.utils import attributes
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -217,8 +218,7 @@ class Rollouts:
     )
 
   def _row_arrays(self) -> dict[str, np.ndarray]:
-    arrays = {name: getattr(self, name) for name in row_arrays.NAMES}
-    return {name: x for name, x in arrays.items() if x is not None}
+    return attributes.known(self, row_arrays.NAMES)
 
   def with_episode_rows(self, count: int) -> Rollouts:
     """Adds rows of weight 0, so that each episode has `count` rows."""

@@ -12,6 +12,7 @@ from tunix.rl.trainer import Trainer
 from tunix.rl.weights import policy_version
 from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.run_state import ARRAYS, Position, RunState
+from tunix.utils import attributes
 
 
 @dataclasses.dataclass
@@ -120,7 +121,7 @@ def load(
         f"{value}: resume with the models of that run, or use another folder"
       )
   for role, trainer in trainers(cluster).items():
-    part = {name: (getattr(state, name) or {}).get(role, {}) for name in ARRAYS}
+    part = {n: (x or {}).get(role, {}) for n, x in attributes.of(state, ARRAYS).items()}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
   # Earlier versions had the padded sampler only, and named none.

@@ -206,7 +206,7 @@ class PromptSource:
     self.pending = rows[self.size :]
     return _batch_of(rows[: self.size], self.drawn) if rows else None
 
-  def continues(self, dataset: Any) -> bool:
+  def continues(self, dataset: object) -> bool:
     """Returns True if `dataset` is the same generator that this source draws from."""
     return self._source.continues(dataset)
 

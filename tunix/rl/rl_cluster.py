@@ -30,6 +30,7 @@ from tunix.rl.weights.policy_version import PolicyVersion, PublishedVersions
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.utils import attributes
 
 __all__ = ["ClusterConfig", "Mode", "RLCluster", "RLTrainingConfig", "Role"]
 
@@ -62,7 +63,7 @@ class RLCluster:
     critic: nnx.Module | str | None = None,
     reference: nnx.Module | str | None = None,
     reward: nnx.Module | str | None = None,
-    tokenizer: Any,
+    tokenizer: object,
     cluster_config: ClusterConfig,
     perf_config: PerfMetricsConfig | None = None,
   ):
@@ -97,8 +98,11 @@ class RLCluster:
 
   def _others(self) -> dict[Role, nnx.Module]:
     """Returns the models of all roles except the actor."""
-    others = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
-    models = {role: getattr(self, role.value) for role in others}
+    models = {
+      Role.CRITIC: self.critic,
+      Role.REFERENCE: self.reference,
+      Role.REWARD: self.reward,
+    }
     return {role: model for role, model in models.items() if model is not None}
 
   def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
@@ -177,7 +181,7 @@ class RLCluster:
       self._sync.identify(model)
     return self.rollout.sampling_client(self.cluster_config.rollout(mode), key, **sizes)
 
-  def ids_of(self, prompt: Any) -> np.ndarray:
+  def ids_of(self, prompt: object) -> np.ndarray:
     """Returns the ids of a prompt, int32 [T]: of a text, of ids, or of messages."""
     prompt = roles.rendered(self.tokenizer, prompt, False)
     if isinstance(prompt, str):
@@ -369,7 +373,7 @@ class RLCluster:
     at_once = None if size is None else size * rows.group_size
     # Only the actor replays the routes of the sampler: the other models were not there.
     names = (*TOKEN_ARRAYS, *row_arrays.ROUTES) if role is Role.ACTOR else TOKEN_ARRAYS
-    arrays = {name: x for name in names if (x := getattr(rows, name)) is not None}
+    arrays = attributes.known(rows, names)
     if role is Role.ACTOR:
       actor = self.actor_trainer
       model = actor.averaged() if average else actor.model

@@ -85,7 +85,7 @@ class RLLearner(BaseTrainer):
     self,
     rl_cluster: RLCluster,
     algo_config: AlgorithmConfig,
-    reward_fns: Any = None,
+    reward_fns: object = None,
     metric_fns: MetricFn | Sequence[MetricFn] | None = None,
     data_shuffle_seed: int | None = None,
     env: Any = None,
@@ -193,7 +193,7 @@ class RLLearner(BaseTrainer):
     rollouts: Rollouts,
     advantages: np.ndarray,
     old: np.ndarray | None = None,
-    **fields: Any,
+    **fields: object,
   ) -> TrainExample:
     """Makes the example of rollouts and advantages [B] or [B, R]; see Experience."""
     if self._samples is not None and jax.process_index() == 0:

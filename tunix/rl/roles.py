@@ -93,7 +93,7 @@ def make_rollout(
   return engine(model, tokenizer, config.widest_rollout())
 
 
-def rendered(tokenizer: TokenizerAdapter, prompt: Any, as_user: bool) -> Any:
+def rendered(tokenizer: TokenizerAdapter, prompt: object, as_user: bool) -> Any:
   """Returns a prompt as an engine takes it: messages as ids, other kinds unchanged.
 
   Args:

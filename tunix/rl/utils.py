@@ -82,7 +82,7 @@ def check_roles(
       )
 
 
-def check_same_vocabulary(actor: Any, other: object, role: Any) -> None:
+def check_same_vocabulary(actor: nnx.Module, other: nnx.Module, role: Any) -> None:
   """Checks that a model has as many tokens in its vocabulary as the actor.
 
   Models without `config.vocab_size`, which users may pass, are not checked.

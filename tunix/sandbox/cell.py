@@ -79,7 +79,7 @@ class _Cell:
     finally:
       os._exit(code)
 
-  def tell(self, **facts: Any) -> None:
+  def tell(self, **facts: object) -> None:
     """Sends facts to the monitor."""
     os.write(self._report, json.dumps(facts).encode() + b"\n")
 

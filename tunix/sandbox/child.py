@@ -142,7 +142,7 @@ class Child:
   def is_idle(self) -> bool:
     return self._deadline is None
 
-  def send(self, *arguments: Any) -> None:
+  def send(self, *arguments: object) -> None:
     """Begins a call of the function in an idle child.
 
     Raises:

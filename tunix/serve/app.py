@@ -154,7 +154,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
 }
 
 
-async def _refused(request: Any, error: Any) -> Any:
+async def _refused(request: object, error: Any) -> Any:
   """Returns the answer for an unknown path or a wrong method."""
   from starlette.responses import Response
 

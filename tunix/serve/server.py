@@ -52,16 +52,16 @@ def make_server(
   listener = _listen(settings)
 
   class Server(uvicorn.Server):
-    def run(self, sockets: Any = None) -> None:
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
       super().run(sockets=sockets or [listener])
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
       address = _address(listener)
       await super().startup(sockets=sockets)
       if self.started and on_start is not None:
         on_start(address)
 
-    async def shutdown(self, sockets: Any = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
       context.start_drain()
       await super().shutdown(sockets=sockets)
 

@@ -61,7 +61,7 @@ def averaging(
   return optax.GradientTransformation(init, update)
 
 
-def average_of(state: Any) -> Any:
+def average_of(state: object) -> Any:
   """Returns the average in a state of `averaging`, nested like the trained weights.
 
   Raises:

@@ -21,7 +21,7 @@ from flax import nnx
 from tunix.sft.checkpoints import checksums, errors, forms, orbax_options
 from tunix.sft.steps import run_state
 from tunix.sft.steps.run_state import ARRAYS, RunState
-from tunix.utils import coordination, env, tree
+from tunix.utils import attributes, coordination, env, tree
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class CheckpointManager:
   def __init__(
     self,
     root_directory: str | pathlib.Path | None = None,
-    options: Any = None,
+    options: object = None,
     kept: Callable[[], int | None] = lambda: None,
   ):
     self._options = orbax_options.from_any(options)
@@ -220,9 +220,7 @@ class CheckpointManager:
     written = self._written_items(step)
     metadata = self._manager.item_metadata(step)
     items: dict[str, Any] = {}
-    for name in ARRAYS:
-      if (part := getattr(like, name)) is None:
-        continue
+    for name, part in attributes.known(like, ARRAYS).items():
       target = jax.tree.map(forms.abstract, part)
       saved = forms.of_metadata(metadata[name]) if name in written else {}
       subject = f"the checkpoint of step {step} in {self._root} does not fit ({name})"
@@ -281,7 +279,7 @@ class CheckpointManager:
     self,
     step: int,
     model: nnx.Module,
-    optimizer: Any = None,
+    optimizer: object = None,
     *,
     save_only_lora_params: bool = False,
     force: bool = False,
@@ -309,7 +307,7 @@ class CheckpointManager:
   def maybe_restore(
     self,
     model: nnx.Module,
-    optimizer: Any = None,
+    optimizer: nnx.Optimizer | None = None,
     *,
     step: int | None = None,
     restore_only_lora_params: bool = False,
@@ -343,7 +341,7 @@ class CheckpointManager:
     return at, state.custom_metadata or {}
 
   def restore(
-    self, model: nnx.Module, optimizer: Any = None, **options: Any
+    self, model: nnx.Module, optimizer: nnx.Optimizer | None = None, **options: Any
   ) -> tuple[int, dict[str, Any]]:
     """`maybe_restore`, but having nothing to restore is an error.
 
@@ -402,8 +400,7 @@ class CheckpointManager:
 
 
 def _json_values(state: RunState) -> dict[str, Any]:
-  values = {name: getattr(state, name) for name in _JSON}
-  return {name: value for name, value in values.items() if value is not None}
+  return attributes.known(state, _JSON)
 
 
 def _check_json(name: str, value: object) -> None:

@@ -16,6 +16,7 @@ from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.ops import masks
 from tunix.ops.reductions import WeightedSum
+from tunix.utils import attributes
 
 _REMEDY = (
   "set a loss with trainer.with_loss_fn(fn), and its arguments with "
@@ -35,8 +36,7 @@ def batch_fields(batch: Any) -> dict[str, Any]:
   if isinstance(batch, Mapping):
     fields = dict(batch)
   elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-    names = [f.name for f in dataclasses.fields(batch)]
-    fields = {name: getattr(batch, name) for name in names}
+    fields = attributes.of_fields(batch)
   elif hasattr(batch, "_asdict"):
     fields = batch._asdict()
   else:
@@ -55,7 +55,7 @@ def next_token_loss(
   segment_ids: jax.Array | None = None,
   attention_mask: jax.Array | None = None,
   loss_weights: jax.Array | None = None,
-  **extra: Any,
+  **extra: object,
 ) -> WeightedSum:
   """Returns the cross-entropy of each trained token given earlier tokens, in nats.
 
@@ -129,7 +129,7 @@ class LossCall:
     """True for the default loss on the fields of the batch."""
     return (self.loss_fn, self.input_fn) == (next_token_loss, batch_fields)
 
-  def __call__(self, model: nnx.Module, batch: Any) -> Any:
+  def __call__(self, model: nnx.Module, batch: object) -> Any:
     out = self.loss_fn(model, **self.input_fn(batch))
     is_pair = isinstance(out, tuple) and not hasattr(out, "_fields")
     if is_pair != self.has_aux:

@@ -127,7 +127,7 @@ class MetricsLogger:
     self,
     metrics_prefix: str,
     metric_name: str,
-    scalar_value: Any,
+    scalar_value: object,
     mode: Mode | str,
     step: int,
   ) -> None:

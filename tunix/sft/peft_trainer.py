@@ -29,7 +29,7 @@ from tunix.sft.loop import trainer_arguments
 from tunix.sft.loop.base_trainer import BaseTrainer
 from tunix.sft.loop.interrupts import DeferredSignals
 from tunix.sft.loop.run import Places, Run, TrainResult
-from tunix.sft.loop.trainer_arguments import named_metrics
+from tunix.sft.loop.trainer_arguments import Optimizer, named_metrics
 from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.steps import windows
@@ -99,7 +99,7 @@ class PeftTrainer(BaseTrainer):
   def __init__(
     self,
     model: nnx.Module,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: TrainingConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: NoopTracer | None = None,
@@ -118,9 +118,10 @@ class PeftTrainer(BaseTrainer):
     self._loss = LossCall()
     # The batches of a subclass with another step may have any meaning, so they are
     # neither checked nor padded.
-    self._has_default_steps = all(
-      getattr(type(self), name) is getattr(PeftTrainer, name)
-      for name in ("_train_step", "_eval_step")
+    kind = type(self)
+    self._has_default_steps = (
+      kind._train_step is PeftTrainer._train_step
+      and kind._eval_step is PeftTrainer._eval_step
     )
     self._more_evaluation: Callable[[nnx.Module], Mapping[str, float]] | None = None
     self._hooks = {
@@ -165,12 +166,12 @@ class PeftTrainer(BaseTrainer):
     self._state.forget_steps()
     return self
 
-  def with_training_hooks(self, hooks: Any) -> Self:
+  def with_training_hooks(self, hooks: object) -> Self:
     """Calls the methods of `hooks` around steps; see hooks.TrainingHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.TrainingHooks, hooks)
     return self
 
-  def with_data_hooks(self, hooks: Any) -> Self:
+  def with_data_hooks(self, hooks: object) -> Self:
     """Draws batches from the methods of `hooks`; see hooks.DataHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.DataHooks, hooks)
     return self
@@ -190,7 +191,7 @@ class PeftTrainer(BaseTrainer):
 
   # Extension points of subclasses.
 
-  def _read(self, batch: Any) -> Any:
+  def _read(self, batch: object) -> Any:
     """Returns the batch as arrays, which, unlike texts, can be cut into micro-batches.
 
     Called once for each batch, before `_prepare_inputs`.
@@ -306,7 +307,7 @@ class PeftTrainer(BaseTrainer):
     """
     return self._run.train(train_ds, eval_ds, skip_jit)
 
-  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
+  def train_step(self, batch: object, *unexpected: object) -> jax.Array:
     """Makes one update by a global batch.
 
     Args:
@@ -326,7 +327,7 @@ class PeftTrainer(BaseTrainer):
     with self._session():
       return self._learn(self._whole(batch), skip_jit=False)
 
-  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
+  def lower_train_step(self, batch: object) -> jax.stages.Lowered:
     """Lowers the train step for a global batch, without running it.
 
     `.compile()` of the result gives the memory plan and the collectives. The arrays of
@@ -336,14 +337,14 @@ class PeftTrainer(BaseTrainer):
     with self._session():
       return self._state.lower(self._whole(batch).groups)
 
-  def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
+  def lower_eval_step(self, batch: object) -> jax.stages.Lowered:
     """Lowers the evaluation step for a batch, without running it."""
     with self._session():
       (ready,), _ = self._ready([self._read(batch)], 0)
       axes = self.training_config.data_sharding_axis
       return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
-  def eval_step(self, batch: Any) -> dict[str, float]:
+  def eval_step(self, batch: object) -> dict[str, float]:
     """Returns the metrics of one batch: loss, perplexity, and those of the loss's aux.
 
     Raises:
@@ -499,12 +500,12 @@ class PeftTrainer(BaseTrainer):
   def _module(self) -> ModuleState:
     return self._state.module
 
-  def _whole(self, batch: Any) -> Window:
+  def _whole(self, batch: object) -> Window:
     """Returns a global batch of the caller as a window."""
     parts = windows.cut(self._read(batch), self.training_config.micro_batches)
     return self._window(parts, None)
 
-  def _window(self, batches: list[Any], data_state: Any) -> Window:
+  def _window(self, batches: list[Any], data_state: object) -> Window:
     ready, rows = self._ready(batches, self._progress.train_rows)
     if self._reads_tokens:
       windows.check_trained(ready)
@@ -551,7 +552,7 @@ class PeftTrainer(BaseTrainer):
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
 
-  def _call_hook(self, name: str, *args: Any) -> Any:
+  def _call_hook(self, name: str, *args: object) -> Any:
     """Calls a hook of the user, if there is one; the hook can read the model."""
     if (hook := self._hooks[name]) is None:
       return None

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import threading
-from typing import Any
 
 import jax
 
@@ -99,7 +98,7 @@ class Profiler:
     """True while a trace is running."""
     return self._active
 
-  def maybe_activate(self, step: int, *, wait_for: Any = None) -> None:
+  def maybe_activate(self, step: int, *, wait_for: object = None) -> None:
     """Starts the trace before the first step to be traced.
 
     Args:
@@ -116,7 +115,7 @@ class Profiler:
       return
     self._start()
 
-  def maybe_deactivate(self, step: int, *, wait_for: Any = None) -> None:
+  def maybe_deactivate(self, step: int, *, wait_for: object = None) -> None:
     """Counts a traced step, and stops the trace after the last one.
 
     Args:

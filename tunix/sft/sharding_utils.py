@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def shard_input(
-  input_data: Any, data_sharding_axis: Sequence[str] | str, *, whole: bool = False
+  input_data: object, data_sharding_axis: Sequence[str] | str, *, whole: bool = False
 ) -> Any:
   """Shards the first dimension of every array over the product of the named mesh axes.
 

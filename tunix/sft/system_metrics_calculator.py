@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def measure_tflops_per_step(
-  train_step_fn: Any, model: nnx.Module, optimizer: Any, train_example: Any
+  train_step_fn: Any, model: nnx.Module, optimizer: object, train_example: Any
 ) -> float | None:
   """Measures the TFLOPs of one training step on all devices, without running it.
 
@@ -64,7 +64,7 @@ def measure_tflops_per_step(
   return counted.flops / 1e12
 
 
-def _with_mutations_kept(step: Any, model: nnx.Module) -> Any:
+def _with_mutations_kept(step: object, model: nnx.Module) -> Any:
   """Returns a function of `jax.jit` under `nnx.jit`; None for other functions."""
   function: Any = getattr(step, "__wrapped__", None)
   if function is None or not isinstance(model, nnx.Module):

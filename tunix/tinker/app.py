@@ -134,7 +134,7 @@ class _TinkerEndpoint(Endpoint):
   def __init__(self, route: Any, path: str, context: Context, service: Service):
     self._service = service
 
-    async def served(call: Any, _: Context) -> Answer:
+    async def served(call: object, _: Context) -> Answer:
       try:
         return await route(call, service)
       except TinkerError as error:

@@ -39,6 +39,7 @@ from tunix.tinker.learning.learner import AdamParams, AdapterSpec
 from tunix.tinker.protocol.results import Result
 from tunix.tinker.service import Service
 from tunix.tinker.settings import TinkerSettings
+from tunix.utils import attributes
 
 __all__ = [
   "AdamParams",
@@ -97,7 +98,7 @@ class ServiceClient:
   def __init__(
     self,
     model: Transformer,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     *,
     settings: TinkerSettings | None = None,
     engine: EngineConfig | None = None,
@@ -115,7 +116,7 @@ class ServiceClient:
   def __enter__(self) -> ServiceClient:
     return self
 
-  def __exit__(self, *exception: Any) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
   def close(self) -> None:
@@ -247,10 +248,10 @@ class TrainingClient:
 
     return Future(self._service, future.request_id, convert)
 
-  def optim_step(self, adam_params: Any) -> Future[dict[str, float]]:
+  def optim_step(self, adam_params: object) -> Future[dict[str, float]]:
     """Updates the adapter with the gradients since the last step; returns metrics."""
     names = [field.name for field in dataclasses.fields(AdamParams)]
-    params = {name: getattr(adam_params, name) for name in names}
+    params = attributes.of(adam_params, names)
     return self._submit(
       lambda n: self._service.training.optim_step(_TENANT, self.model_id, n, params),
       lambda result: dict(result.values["metrics"]),
@@ -342,9 +343,9 @@ class SamplingClient:
 
   def sample(
     self,
-    prompt: Any,
+    prompt: object,
     num_samples: int,
-    sampling_params: Any,
+    sampling_params: object,
     include_prompt_logprobs: bool = False,
   ) -> Future[SampleResponse]:
     """Completes a prompt of token ids."""
@@ -363,7 +364,7 @@ class SamplingClient:
     )
     return Future(self._service, id, client_data.samples_of)
 
-  def compute_logprobs(self, prompt: Any) -> list[float | None]:
+  def compute_logprobs(self, prompt: object) -> list[float | None]:
     """Returns the log-probability of each token of a prompt; None for the first."""
     params = SamplingParams(max_tokens=1)
     result = self.sample(prompt, 1, params, include_prompt_logprobs=True).result()

@@ -41,6 +41,15 @@ def to_json(value: Any) -> Any:
   return value
 
 
+def as_python(value: Any) -> Any:
+  """Returns an array as nested lists, and a scalar of an array library as a number.
+
+  Other values are returned unchanged. Arrays are those of any library with the method
+  `tolist`: NumPy, JAX and torch.
+  """
+  return value.tolist() if hasattr(value, "tolist") else value
+
+
 def from_json(value: object, most_bytes: int | None = None) -> Any:
   """Returns the value of `to_json`.
 

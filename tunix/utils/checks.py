@@ -16,6 +16,8 @@ import types
 import typing
 from typing import Any, NamedTuple
 
+from tunix.utils import attributes
+
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
 _LEAST = 1e-37  # dividing by a denormal float32 gives infinity, as dividing by 0 does
 _LISTS = (tuple, list, collections.abc.Sequence)
@@ -74,7 +76,7 @@ class _Kind(NamedTuple):
   others: tuple[Any, ...]
 
 
-def fields(config: Any, **ranges: Range) -> None:
+def fields(config: object, **ranges: Range) -> None:
   """Checks every number and every list of a dataclass against its annotations.
 
   Args:
@@ -87,8 +89,9 @@ def fields(config: Any, **ranges: Range) -> None:
       and the expectation.
     ValueError: a number is out of range.
   """
-  for name, kind in _kinds(type(config)).items():
-    value = getattr(config, name)
+  kinds = _kinds(type(config))
+  for name, value in attributes.of(config, kinds).items():
+    kind = kinds[name]
     if value is None and type(None) in kind.others:
       continue
     # A number is a list for no field, but some fields take numbers besides lists.
@@ -170,7 +173,7 @@ def pattern(name: str, text: str) -> None:
     ) from error
 
 
-def listed(name: str, value: Any, items: Any, within: Range = ANY) -> None:
+def listed(name: str, value: object, items: object, within: Range = ANY) -> None:
   """Checks a list and its items.
 
   Args:

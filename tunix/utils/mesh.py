@@ -17,10 +17,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+)
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: object) -> Any:
   """Returns a pytree with its JAX arrays as NumPy arrays, whole on every process.
 
   If arrays are spread over processes, all of these processes must call it. A
@@ -88,7 +95,7 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
   return AxisType.Explicit in mesh.axis_types
 
 
-def explicit_mesh(tree: Any) -> Mesh | None:
+def explicit_mesh(tree: object) -> Mesh | None:
   """Returns the current mesh, or else the mesh of a pytree's arrays, if Explicit.
 
   The result is None if that mesh is Auto or if there is none.
@@ -108,12 +115,17 @@ def _explicit_mesh_of(leaf: object) -> Mesh | None:
   return mesh if isinstance(mesh, Mesh) and is_explicit(mesh) else None
 
 
+def sharding_of(leaf: object) -> Sharding | None:
+  """Returns the sharding of an array or of a shape; None if it has none."""
+  return getattr(leaf, "sharding", None)
+
+
 def of_sharding(x: object) -> Any:
   """Returns the mesh of a sharding or of a leaf with a sharding; None: it has none."""
   return getattr(getattr(x, "sharding", x), "mesh", None)
 
 
-def on_auto(tree: Any) -> Any:
+def on_auto(tree: object) -> Any:
   """Converts arrays on an Explicit mesh to the same mesh with Auto axes.
 
   Other leaves are returned unchanged. Nothing is copied.
@@ -126,7 +138,7 @@ def on_auto(tree: Any) -> Any:
   return jax.tree.map(one, tree)
 
 
-def onto(tree: Any, mesh: Mesh) -> Any:
+def onto(tree: object, mesh: Mesh) -> Any:
   """Converts arrays to a mesh that differs from theirs only in the kinds of its axes.
 
   Nothing is copied.
@@ -189,7 +201,7 @@ def _legacy_mesh() -> Mesh | None:
   return None if legacy.empty else auto(legacy)
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def mesh_of(tree: object) -> Mesh | None:
   """Returns the mesh of a pytree's arrays, with Auto axes; None: one device.
 
   A mesh of one device is returned as well if it can only be compiled for.
@@ -233,7 +245,9 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: Any) -> int:
 
 
 def fit_spec(
-  spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+  spec: PartitionSpec | tuple[Any, ...],
+  shape: tuple[int, ...],
+  mesh: Mesh | AbstractMesh,
 ) -> PartitionSpec:
   """Returns `spec` without the axes that cannot split an array of this shape.
 
@@ -264,7 +278,7 @@ def constrain(x: jax.Array, *spec: Any) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, where)
 
 
-def put(x: Any, sharding: Any) -> Any:
+def put(x: Any, sharding: Sharding) -> Any:
   """Places an array with a sharding.
 
   The result is a ShapeDtypeStruct if `x` is one, or if the devices of the sharding

@@ -110,7 +110,7 @@ class _Match:
     names = {"GROUPREF": "a reference to a group", "SUBPATTERN": "a flag"}
     raise _unsupported(self.pattern, names.get(kind, kind.lower().replace("_", " ")))
 
-  def repeated(self, least: int, most: int, item: Any, starts: int) -> int:
+  def repeated(self, least: int, most: int, item: object, starts: int) -> int:
     """Returns where at least `least` and at most `most` matches in a row end.
 
     After one round per position the set of ends no longer changes.

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from tunix.utils import attributes
+
 _KEY = "tunix"
 
 
@@ -123,4 +125,4 @@ def shared_values(kind: type, section: Any) -> dict[str, Any]:
   """
   own = {field.name for field in dataclasses.fields(kind)}
   names = [f.name for f in dataclasses.fields(section) if f.name in own]
-  return {name: getattr(section, name) for name in names}
+  return attributes.of(section, names)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def path_name(path: Any) -> str:
+def path_name(path: jax.tree_util.KeyPath) -> str:
   """Returns a JAX key path as text, such as 'layers.attn.q_proj.kernel'.
 
   The last step into an nnx variable ('.value') is omitted.
@@ -24,7 +24,7 @@ def path_name(path: Any) -> str:
   return ".".join(parts)
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: object) -> dict[str, Any]:
   """Returns {dotted path: leaf} of a pytree, in the order of its leaves."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves}
@@ -42,6 +42,16 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
   return out
 
 
-def size_bytes(tree: Any) -> int:
+def size_bytes(tree: object) -> int:
   """Returns the bytes of all arrays of a pytree, by their global shapes."""
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def is_array(leaf: object) -> bool:
+  """Returns True for an array, and for the shape of one."""
+  return hasattr(leaf, "shape")
+
+
+def has_axes(leaf: object) -> bool:
+  """Returns True for an array with at least one axis."""
+  return getattr(leaf, "ndim", 0) > 0

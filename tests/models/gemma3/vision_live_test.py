@@ -9,7 +9,7 @@ import pytest
 
 from tests.models import checkpoints
 from tests.models.gemma3 import towers
-from tunix.models.gemma3 import image_tokens, images, vision_params
+from tunix.models.gemma3 import image_tokens, vision_params
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.vision import VisionConfig
 from tunix.models.transformer.visibility import Visibility
@@ -117,20 +117,6 @@ def test_who_sees_whom():
     want = masks[kind][:, 0].numpy() == 0
     mask = np.asarray(mask) & valid[:, None, :]
     np.testing.assert_array_equal(mask[valid], want[valid], err_msg=kind)
-
-
-@pytest.mark.parametrize("shape", [(9, 7), (50, 93), (93, 50), (56, 56)])
-def test_preprocessing(shape):
-  pil = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
-  processor = pil.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
-  picture = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
-  want = processor([picture], return_tensors="np", input_data_format="channels_last")
-  want = want["pixel_values"].transpose(0, 2, 3, 1)
-  # One gray level is 1 / 127.5; Pillow before 13 may take the axes the other way.
-  apart = np.abs(images.preprocess([picture], 56) - want)
-  assert apart.max() < 1.01 / 127.5
-  if int(pytest.importorskip("PIL").__version__.split(".")[0]) >= 13:
-    assert apart.max() < 1e-6
 
 
 def test_what_transformers_writes_has_our_names(tmp_path):

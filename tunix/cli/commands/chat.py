@@ -20,7 +20,7 @@ from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.external.rows import EngineError
-from tunix.utils import terminal
+from tunix.utils import attributes, terminal
 from tunix.utils.setting import setting
 
 
@@ -50,12 +50,11 @@ class ChatOptions(Sampling, ModelOptions):
       if self.api_key_env is not None:
         raise ValueError("--api_key_env needs --url: a local model has no key")
       return
-    for name in ("adapter", "tokenizer", "dtype"):
-      if getattr(self, name) is not None:
-        raise ValueError(
-          f"--{name} and --url exclude each other: the server has loaded its model. "
-          "Choose one of its models, or adapters, by --model NAME"
-        )
+    for name in attributes.known(self, ("adapter", "tokenizer", "dtype")):
+      raise ValueError(
+        f"--{name} and --url exclude each other: the server has loaded its model. "
+        "Choose one of its models, or adapters, by --model NAME"
+      )
 
 
 # Streams the reply to a conversation.

@@ -14,6 +14,7 @@ from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.sizes import text_size
+from tunix.models import calling
 from tunix.utils import terminal, text_files
 from tunix.utils.setting import setting
 
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
       "chat_template.jinja into the model's folder"
     )
   model = model_folders.load_model(folder, adapter, args.dtype)
-  if (most := getattr(model.config, "max_position", None)) is not None:
+  if (most := calling.config_value(model, "max_position")) is not None:
     text_size.check(texts, most, "Shorten the prompt, or choose another model")
   if args.chat:
     turns = [[{"role": "user", "content": text}] for text in texts]

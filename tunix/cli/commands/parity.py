@@ -7,7 +7,6 @@ KV cache and when it scores the finished text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class _NoText:
   def encode(self, text: str) -> list[int]:
     raise ValueError(f"{text!r} is text; give it with --prompt")
 
-  def decode(self, ids: Any) -> str:
+  def decode(self, ids: Sequence[int]) -> str:
     del ids
     return ""
 
@@ -48,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     ValueError: a number out of range.
   """
   args = parser().parse_args(argv)
-  for name in ("prompts", "tokens"):
-    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
+  checks.number("--prompts", args.prompts, checks.COUNT, whole=True)
+  checks.number("--tokens", args.tokens, checks.COUNT, whole=True)
   model_folders.check("MODEL", args.model)
   model = model_folders.load_model(args.model, args.adapter, args.dtype)
   if args.prompt:

@@ -46,6 +46,7 @@ from tunix.plan.rl import OTHERS
 from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
+from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils import mesh as mesh_lib
 
 HELP = """\
@@ -190,7 +191,7 @@ def _plan(
 
 def _estimate(
   config: RunSettings,
-  trainer: Any,
+  trainer: PeftTrainer | RLLearner,
   records: dict[str, ProgramRecord],
   mesh: Mesh,
   where: topology_lib.Topology,
@@ -205,7 +206,8 @@ def _estimate(
   loop = planned.get(LOOP)
   steps = config.training.max_steps
   sampled = sent = None
-  if sampling is not None and isinstance(config, RLRun):
+  if sampling is not None and isinstance(trainer, RLLearner):
+    assert isinstance(config, RLRun)
     lag = config.rl.staleness
     sent = handover.of_cluster(trainer.rl_cluster, sampling, where.chip, lag)
   if DECODE in records:
@@ -236,7 +238,7 @@ def _ship(
   folder: str,
   cache: str,
   config: RunSettings,
-  trainer: Any,
+  trainer: PeftTrainer | RLLearner,
   mesh: Mesh,
   records: dict[str, ProgramRecord],
   fits: bool | None,
@@ -259,7 +261,7 @@ def _ship(
   return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}{signed}"
 
 
-def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:
+def _lower(trainer: PeftTrainer | RLLearner, batch: Any, mesh: Mesh) -> None:
   """Goes through a step on a batch, so that its programs are recorded."""
   if isinstance(trainer, RLLearner):
     trainer.lower_step(batch)
@@ -268,7 +270,9 @@ def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:
     trainer.lower_train_step(batch)
 
 
-def _records(config: RunSettings, trainer: Any, mesh: Mesh) -> dict[str, ProgramRecord]:
+def _records(
+  config: RunSettings, trainer: PeftTrainer | RLLearner, mesh: Mesh
+) -> dict[str, ProgramRecord]:
   """Returns {name: program} of a step."""
   batch = JOBS[config.job].example(config)
   if isinstance(trainer, RLLearner):
@@ -277,14 +281,14 @@ def _records(config: RunSettings, trainer: Any, mesh: Mesh) -> dict[str, Program
     return training.of_trainer(trainer, batch)
 
 
-def _trainers(trainer: Any) -> dict[str, Any]:
+def _trainers(trainer: PeftTrainer | RLLearner) -> dict[str, Any]:
   """Returns {name of the update program: trainer}."""
   return rl.trainers(trainer) if isinstance(trainer, RLLearner) else {STEP: trainer}
 
 
 def _planned(
   config: RunSettings,
-  trainer: Any,
+  trainer: PeftTrainer | RLLearner,
   records: dict[str, ProgramRecord],
   mesh: Mesh,
   chip: Chip | None,
@@ -301,6 +305,7 @@ def _planned(
     k: v for x in sides.values() for k, v in residents.beside(x, elsewhere).items()
   }
   if isinstance(config, RLRun) and (copies := config.rl.weight_copies):
+    assert isinstance(trainer, RLLearner)
     waiting = handover.waiting_bytes(trainer.rl_cluster, sampling, copies)
     for name in sides[sampling is not None]:
       beside[name] += waiting

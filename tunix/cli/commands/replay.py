@@ -19,6 +19,7 @@ from tunix.rl.schedules.journal import FOLDER
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.metrics import jsonl as metrics_jsonl
 from tunix.sft.steps.run_state import RunState
+from tunix.utils import attributes
 
 _KEYS = ("rl.rollout_timeout_s", "distributed.process_id", "distributed.coordinator")
 # What a repeated run does not need.
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     RuntimeError: weights or metrics differ.
   """
   args = parser().parse_args(argv)
-  values = {key: value for key in _KEYS if (value := getattr(args, key)) is not None}
+  values = attributes.known(args, _KEYS)
   path = pathlib.Path(args.run)
   if args.to is not None:
     replay(path, pathlib.Path(args.to), values)

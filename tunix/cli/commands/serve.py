@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flax import nnx
+
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
@@ -19,6 +21,8 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
 from tunix.serve import server
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, service as service_lib
@@ -116,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = model_folders.load_tokenizer(folder, own, args.tokenizer)
 
-  def load(path: Any, adapter: Any = None) -> Any:
+  def load(path: str | pathlib.Path, adapter: str | None = None) -> Transformer:
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
       return model_folders.load_model(str(path), adapter, args.dtype)
 
@@ -158,8 +162,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _driver_of(
   args: ServeOptions,
-  model: Any,
-  tokenizer: Any,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
   config: EngineConfig,
   meshes: Sequence[Any] | None,
   load: Callable[..., Any],
@@ -205,7 +209,7 @@ def _config(values: Values) -> EngineConfig:
   )
 
 
-def engine_config(values: Values, model: Any) -> EngineConfig:
+def engine_config(values: Values, model: nnx.Module) -> EngineConfig:
   """Returns the sizes of the engine that serves a model.
 
   Args:
@@ -218,7 +222,9 @@ def engine_config(values: Values, model: Any) -> EngineConfig:
   return _within_positions(_config(values), values, model)
 
 
-def _within_positions(config: EngineConfig, values: Values, model: Any) -> EngineConfig:
+def _within_positions(
+  config: EngineConfig, values: Values, model: nnx.Module
+) -> EngineConfig:
   """Lowers the default of `--max_tokens` to the positions of the model.
 
   Raises:
@@ -235,7 +241,7 @@ def _within_positions(config: EngineConfig, values: Values, model: Any) -> Engin
   return dataclasses.replace(config, max_tokens=positions)
 
 
-def _grammars(engine: Any, tokenizer: Any) -> Any:
+def _grammars(engine: Engine, tokenizer: TokenizerAdapter) -> Any:
   """Returns the builder of constraints; None without the extra `grammar`."""
   from tunix.generate.engine import grammar
 

@@ -31,6 +31,7 @@ from tunix.distillation.teachers import SelfTeacher, Teachers
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone, calling
+from tunix.utils import attributes
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -66,8 +67,8 @@ def strategy(
   Raises:
     ValueError: an option is out of its range.
   """
-  values = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
-  options = {name: value for name, value in values.items() if value is not None}
+  values = attributes.known(config.distill, _STRATEGY)
+  options = {_STRATEGY[name]: value for name, value in values.items()}
   section = config.distill
   with keys.under("distill", DistillSettings):
     if section.strategy == "policy_gradient":
@@ -100,10 +101,11 @@ def check(config: DistillRun) -> None:
   else:
     owner, defaults, reader = config.rollout, StudentRollout(), "data.max_length"
     names, prefix = list(keys.of(StudentRollout)), "rollout"
-  for name in names:
-    if getattr(owner, name) != getattr(defaults, name):
+  usual = attributes.of(defaults, names)
+  for name, value in attributes.of(owner, names).items():
+    if value != usual[name]:
       raise ValueError(
-        f"{prefix}.{name} is {getattr(owner, name)!r} and distill.on_policy_fraction "
+        f"{prefix}.{name} is {value!r} and distill.on_policy_fraction "
         f"{section.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
         f"follow {reader}, leave {prefix}.{name} out"
       )
@@ -136,7 +138,7 @@ def _check_sampling(config: DistillRun) -> None:
     )
 
 
-def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
+def _on_policy_options(config: DistillRun, **options: object) -> OnPolicyConfig:
   sampling = config.rollout
   with build_data.naming(_ON_POLICY):
     return OnPolicyConfig.of(

@@ -12,7 +12,7 @@ from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.data.turns.teacher_prompts import DEMONSTRATION, Taught
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import model_setting, setting
 
 
@@ -92,12 +92,12 @@ class DistillSettings:
           f"{'not set' if fraction is None else fraction}; expected 1, because the "
           "gradient is only right on completions of the student"
         )
-      for name in ("alpha", "top_k", "divergence", "jsd_beta"):
-        if getattr(self, name) is not None:
-          raise ValueError(
-            f"{name} is {getattr(self, name)!r} and distill.strategy "
-            "'policy_gradient', which does not read it. Leave one of them out"
-          )
+      unread = ("alpha", "top_k", "divergence", "jsd_beta")
+      for name, value in attributes.known(self, unread).items():
+        raise ValueError(
+          f"{name} is {value!r} and distill.strategy 'policy_gradient', which does "
+          "not read it. Leave one of them out"
+        )
     if fraction is not None and self.cache is not None:
       raise ValueError(
         f"cache is {self.cache!r} and distill.on_policy_fraction {fraction}; new "
@@ -113,20 +113,18 @@ class DistillSettings:
   def _check_teachers(self) -> None:
     """Refuses several sources of the teacher, and keys that would not be read."""
     sources = ("teacher", "self_teacher", "teachers")
-    given = [name for name in sources if getattr(self, name)]
+    values = attributes.of_fields(self)
+    given = [name for name in sources if values[name]]
     if len(given) > 1:
       raise ValueError(
-        f"{given[1]} is {getattr(self, given[1])!r} and distill.{given[0]} "
-        f"{getattr(self, given[0])!r}; expected one of them. Leave one out"
+        f"{given[1]} is {values[given[1]]!r} and distill.{given[0]} "
+        f"{values[given[0]]!r}; expected one of them. Leave one out"
       )
-    own = [
-      name
-      for name in (*sources[1:], "template", "demonstration")
-      if getattr(self, name)
-    ]
+    prompted = (*sources[1:], "template", "demonstration")
+    own = [name for name in prompted if values[name]]
     if own and self.on_policy_fraction is None:
       raise ValueError(
-        f"{own[0]} is {getattr(self, own[0])!r} and distill.on_policy_fraction not "
+        f"{own[0]} is {values[own[0]]!r} and distill.on_policy_fraction not "
         "set. Set it to 1: the student writes the completions that this teacher scores"
       )
     unread = {
@@ -136,10 +134,10 @@ class DistillSettings:
     }
     defaults = {field.name: field.default for field in dataclasses.fields(self)}
     for name, is_read in unread.items():
-      if not is_read and (value := getattr(self, name)) != defaults[name]:
+      if not is_read and values[name] != defaults[name]:
         raise ValueError(
-          f"{name} is {value!r}, and neither the teacher nor its prompt reads it. "
-          "Leave it out, or set distill.self_teacher, template or teachers"
+          f"{name} is {values[name]!r}, and neither the teacher nor its prompt reads "
+          "it. Leave it out, or set distill.self_teacher, template or teachers"
         )
 
   @property

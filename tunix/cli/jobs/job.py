@@ -19,6 +19,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import Schedule
 from tunix.sft.metrics_logger import MetricsLogger
+from tunix.utils import attributes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:
   """Returns a `Job.length` that adds up these keys of a section."""
 
   def length(config: RunSettings) -> tuple[str, int]:
-    limits = getattr(config, section)
-    return f"{section}.{' + '.join(names)}", sum(getattr(limits, n) for n in names)
+    limits = attributes.of(getattr(config, section), names)
+    return f"{section}.{' + '.join(names)}", sum(limits.values())
 
   return length

@@ -10,7 +10,7 @@ from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import model_setting, setting, shared_values
 
 HALF = 512  # tokens of a prompt, and of a response, where no key sets them
@@ -50,7 +50,7 @@ class ResponseSettings:
     """True if the trainer takes sequences of several pairs in one row."""
     return False
 
-  def trainer_config(self, **options: Any) -> Any:
+  def trainer_config(self, **options: object) -> Any:
     """Returns the trainer's config with the values of this section.
 
     Args:
@@ -102,9 +102,7 @@ class DPOSettings(ResponseSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("reference", "reference_logps"):
-      if (value := getattr(self, name)) is None:
-        continue
+    for name, value in attributes.known(self, ("reference", "reference_logps")).items():
       if self.reference_free:
         raise ValueError(
           f"{name} is {value!r} and preference.reference_free is true, which compares "
@@ -144,7 +142,7 @@ class ORPOSettings(ResponseSettings):
     """See `ResponseSettings`."""
     return not self.shared_prompt
 
-  def trainer_config(self, **options: Any) -> DPOTrainingConfig:
+  def trainer_config(self, **options: object) -> DPOTrainingConfig:
     return super().trainer_config(loss="orpo", **options)
 
 

@@ -133,7 +133,7 @@ def _episodes(run: Loaded) -> dict[str, Any]:
   return {"env": make_env(config.env), "episodes": config.episode}
 
 
-def _no_rewards(prompts: list[Any], completions: list[str], **columns: Any):
+def _no_rewards(prompts: list[Any], completions: list[str], **columns: object):
   """Returns 0 for each completion of a plan, which samples none."""
   del prompts, columns
   return [0.0] * len(completions)
@@ -178,7 +178,7 @@ def _critic(run: Loaded) -> Transformer:
   return _scorer(run, path, **dtypes)
 
 
-def _scorer(run: Loaded, path: str, **dtypes: Any) -> Any:
+def _scorer(run: Loaded, path: str, **dtypes: object) -> Any:
   """Loads a critic or reward model: one score for each position."""
   return run.models.load(path, num_scores=1, **dtypes)
 

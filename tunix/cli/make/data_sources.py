@@ -113,7 +113,7 @@ def _open(name: str, kind: Kind) -> Records:
   return files.open_file(path, kind, name=name)
 
 
-def from_library(prefix: str, name: str, call: str | None, **options: Any) -> Any:
+def from_library(prefix: str, name: str, call: str | None, **options: object) -> Any:
   """Calls the function of a library that opens a data set.
 
   Args:

@@ -17,7 +17,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, new_tokens, quantization
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
-from tunix.utils import text_files
+from tunix.utils import attributes, text_files
 from tunix.utils.setting import shared_values
 
 _log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class ModelLoader:
 
   def _options(self) -> dict[str, Any]:
     names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
-    options: dict[str, Any] = {n: getattr(self.config.model, n) for n in names}
+    options = attributes.of(self.config.model, names)
     # The job reward trains a head of one score.
     options["num_scores"] = None if self.config.fits_adapter else 1
     return options

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel, lora
+from tunix.models import automodel, calling, lora
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
 
@@ -39,7 +39,7 @@ def new_tokens(model: nnx.Module, prompts: Sequence[int], requested: int | None)
   """
   if requested is not None:
     return requested
-  most = getattr(getattr(model, "config", None), "max_position", None)
+  most = calling.config_value(model, "max_position")
   return _NEW_TOKENS if most is None else min(_NEW_TOKENS, most - max(prompts))
 
 

@@ -262,7 +262,7 @@ def _decay_mask(name: str) -> str | None:
   return next((x for x in _DECAY_MASKS if x in parameters.parameters), None)
 
 
-def _decays(targets: tuple[str, ...], params: Any) -> Any:
+def _decays(targets: tuple[str, ...], params: object) -> Any:
   """Returns True for each parameter that decays, in the form of `params`."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: _is_hit(tree.path_name(path), targets), params
@@ -301,7 +301,7 @@ def build_critic_optimizer(
   return build_optimizer(config, lambda step: scale * rate(step))
 
 
-def muon_matrices(params: Any) -> Any:
+def muon_matrices(params: object) -> Any:
   """Returns, for optax's Muon, the axes of each parameter's matrix; None means Adam.
 
   The kernels and adapters of all layers are stacked as [L, in, out], and the last two
@@ -312,7 +312,7 @@ def muon_matrices(params: Any) -> Any:
     params: parameters as a pytree.
   """
 
-  def axes(path: Any, _: object) -> Any:
+  def axes(path: jax.tree_util.KeyPath, _: object) -> Any:
     is_matrix = _is_matrix(tree.path_name(path))
     return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
 

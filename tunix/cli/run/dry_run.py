@@ -84,7 +84,7 @@ def _memory(
   )
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: object) -> int:
   leaves = jax.tree.leaves(tree)
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -208,7 +208,8 @@ def _training(config: RunSettings, shards: int) -> dict[str, Any]:
   if (rows := getattr(training, "micro_batch_size", None)) is not None:
     several = training.global_batch_size > rows
     values |= {"micro_batch_size": shards, "global_batch_size": shards * (1 + several)}
-  for name in ("eval_batch_size", "eval_every_n_steps"):
-    if getattr(training, name) is not None:
-      values[name] = shards if name == "eval_batch_size" else 1
+  if training.eval_batch_size is not None:
+    values["eval_batch_size"] = shards
+  if training.eval_every_n_steps is not None:
+    values["eval_every_n_steps"] = 1
   return values

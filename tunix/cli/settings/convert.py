@@ -225,7 +225,7 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
   return isinstance(value, option), value
 
 
-def _entries(value: Any, option: Any, key: str) -> Any:
+def _entries(value: Any, option: object, key: str) -> Any:
   _, kind = typing.get_args(option)
   if kind is Any:
     return value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from tunix.utils import attributes
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -29,11 +31,11 @@ class ExportSettings:
   checksums: bool = False
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if self.kind == "none" and field.name != "kind" and value != field.default:
+    usual = {field.name: field.default for field in dataclasses.fields(self)}
+    for name, value in attributes.of_fields(self).items():
+      if self.kind == "none" and name != "kind" and value != usual[name]:
         raise ValueError(
-          f"{field.name} is {value!r} and export.kind 'none', which writes nothing. "
+          f"{name} is {value!r} and export.kind 'none', which writes nothing. "
           "Leave one of them out"
         )
 

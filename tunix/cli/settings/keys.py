@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunix.cli.settings.convert import Choice, options, plain, section_of
+from tunix.utils import attributes
 from tunix.utils.setting import Facts, facts_of
 
 REQUIRED = dataclasses.MISSING
@@ -82,9 +83,9 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key
 
 def as_plain(section: object) -> dict[str, Any]:
   """Returns the keys of a section with their values, nested, as YAML and JSON types."""
-  plain_values = {}
-  for name, key in of(type(section)).items():
-    value, inner = getattr(section, name), section_of(key.hint)
+  entries, plain_values = of(type(section)), {}
+  for name, value in attributes.of(section, entries).items():
+    inner = section_of(entries[name].hint)
     if inner is None or value is None:
       plain_values[name] = plain(value)
     else:
@@ -93,7 +94,7 @@ def as_plain(section: object) -> dict[str, Any]:
   return plain_values
 
 
-def flatten(config: Any) -> dict[str, Any]:
+def flatten(config: object) -> dict[str, Any]:
   """Returns {"training.max_steps": ...}; a mapping with free keys is one value."""
   flat: dict[str, Any] = {}
   for name, value in as_plain(config).items():
@@ -107,7 +108,7 @@ def flatten(config: Any) -> dict[str, Any]:
   return flat
 
 
-def of_config(config: Any) -> dict[str, Key]:
+def of_config(config: object) -> dict[str, Key]:
   """Returns the keys of a configuration, sections included, by dotted key.
 
   Below a `Choice` these are the keys of the chosen class.
@@ -120,7 +121,7 @@ def of_config(config: Any) -> dict[str, Key]:
   }
 
 
-def defaults(config: Any) -> dict[str, Any]:
+def defaults(config: object) -> dict[str, Any]:
   """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
   entries = of_config(config)
   values = {
@@ -140,7 +141,7 @@ def with_value(config: Any, key: str, value: object) -> Any:
   return dataclasses.replace(config, **{name: value})
 
 
-def models(config: Any) -> dict[str, str]:
+def models(config: object) -> dict[str, str]:
   """Returns {dotted key: folder or hub id} of all models that a configuration names."""
   values = flatten(config)
   return {
@@ -175,7 +176,7 @@ def under(name: str, section: type) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(config: Any) -> Iterator[None]:
+def naming(config: object) -> Iterator[None]:
   """Puts the section before an error that begins with the name of one key of a run.
 
   The classes of the library name their arguments, and a command has keys.

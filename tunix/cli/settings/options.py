@@ -198,7 +198,7 @@ class Values:
         self._where[name] = name.upper() if bare else f"--{name}"
         self._given[name] = option.of_flag(bare or named)
 
-  def build(self, kind: type[T], **defaults: Any) -> T:
+  def build(self, kind: type[T], **defaults: object) -> T:
     """Returns a dataclass with the options that are set.
 
     Args:

@@ -25,7 +25,7 @@ from tunix.generate.tokenizer import added, chat_template
 from tunix.models.lora import LoraConfig
 from tunix.rl.env.config import EpisodeConfig
 from tunix.sft.config import CheckpointOptions
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import model_setting, setting
 
 
@@ -349,12 +349,12 @@ class EnvEvalSettings:
       ),
       batch_size=checks.COUNT,
     )
-    names = [f.name for f in dataclasses.fields(self) if f.name != "env"]
-    default = {f.name: f.default for f in dataclasses.fields(self)}
-    others = [name for name in names if getattr(self, name) != default[name]]
+    values = attributes.of_fields(self)
+    usual = {f.name: f.default for f in dataclasses.fields(self)}
+    others = [n for n, x in values.items() if n != "env" and x != usual[n]]
     if self.env is None and others:
       raise ValueError(
-        f"{others[0]} is {getattr(self, others[0])!r} and eval.env is not set, so no "
+        f"{others[0]} is {values[others[0]]!r} and eval.env is not set, so no "
         f"environment is evaluated. Set eval.env, or leave eval.{others[0]} out"
       )
 

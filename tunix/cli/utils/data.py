@@ -31,7 +31,7 @@ def parse_call_string(text: str) -> tuple[list[Any], dict[str, Any]]:
   return list(call.args), dict(call.kwargs or {})
 
 
-def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
+def get_dataset_from_module(specifier: str, tokenizer: object) -> Any:
   """Returns the dataset of a user's function, with the chat template applied.
 
   Args:
@@ -72,7 +72,7 @@ def call_dataset(specifier: str) -> Any:
     raise RuntimeError(f"{call.source}:{call.name} raised {message}") from error
 
 
-def apply_chat_template(x: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def apply_chat_template(x: dict[str, Any], tokenizer: object) -> dict[str, Any]:
   """Renders the "prompt" of a record, a string or messages, as the text "prompts".
 
   The generation prompt is added and nothing is tokenized. Other columns are kept. A
@@ -93,7 +93,7 @@ def apply_chat_template(x: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def post_init_dataset(
   dataset: Any,
-  tokenizer: Any,
+  tokenizer: object,
   batch_size: int,
   num_batches: int | None,
   max_prompt_length: int | None,
@@ -136,7 +136,7 @@ def post_init_dataset(
   return maps.batches(dataset, batch_size, num_batches, num_epochs)
 
 
-def _adapted(tokenizer: Any) -> Any:
+def _adapted(tokenizer: object) -> Any:
   return None if tokenizer is None else tokenizer_adapter.adapted(tokenizer)
 
 

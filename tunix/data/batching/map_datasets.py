@@ -21,7 +21,7 @@ class Chosen:
   `MapDataset.filter` leaves holes instead, and Grain does not batch over holes.
   """
 
-  def __init__(self, source: Any, indices: Sequence[int]):
+  def __init__(self, source: Sequence[Any], indices: Sequence[int]):
     self._source, self._indices = source, indices
 
   def __len__(self) -> int:

@@ -102,9 +102,9 @@ class _Iterator(grain.DatasetIterator):
     self._taken = state["taken"]
     items = self._window[self._taken - 1 :]
     if not items or _digest(items[0]) != state["digest"]:
-      found = f"another record ({items[0].where})" if items else "no record"
+      here = f"another record ({items[0].where})" if items else "no record"
       raise ValueError(
-        f"the stream {self._records.name} has {found} at the place of the checkpoint; "
+        f"the stream {self._records.name} has {here} at the place of the checkpoint; "
         "expected the record that was read before. Resume with the same data, in the "
         "same order: shuffle with shuffle_buffer, not in the source"
       )

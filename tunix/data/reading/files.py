@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 from tunix.data.reading import jsonl, stored
 from tunix.data.reading.jsonl import JsonlRecords
@@ -161,7 +161,11 @@ class _CsvLines:
   """
 
   def __init__(
-    self, file: Any, digest: Any, separator: str, decode: Callable[[bytes, int], str]
+    self,
+    file: IO[bytes],
+    digest: Any,
+    separator: str,
+    decode: Callable[[bytes, int], str],
   ):
     self._file, self._digest, self._decode = file, digest, decode
     self._separator, self._fewest = separator, sys.maxsize

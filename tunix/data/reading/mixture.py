@@ -152,7 +152,7 @@ def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
   return tuple(weights)
 
 
-def describe(records: Any) -> list[str]:
+def describe(records: object) -> list[str]:
   """Returns a line of text for each part of a weighted mixture.
 
   The line has the share of the part, and how often one pass of the mixture visits each

@@ -272,7 +272,7 @@ def _stamp(file: pathlib.Path | int) -> tuple[int, int]:
   return status.st_size, status.st_mtime_ns
 
 
-def renamed(record: Any, columns: Mapping[str, str], where: str) -> Any:
+def renamed(record: object, columns: Mapping[str, str], where: str) -> Any:
   """Returns a record with renamed columns.
 
   Args:
@@ -295,7 +295,7 @@ def renamed(record: Any, columns: Mapping[str, str], where: str) -> Any:
   return rest | {name: record[column] for name, column in columns.items()}
 
 
-def as_json(record: Any, where: str, source: Any) -> Any:
+def as_json(record: object, where: str, source: object) -> Any:
   """Returns a record as JSON types, without the filler of a columnar data set.
 
   Args:
@@ -317,7 +317,7 @@ def as_json(record: Any, where: str, source: Any) -> Any:
   return {k: _without_filler(v, types.get(k)) for k, v in plain.items()}
 
 
-def place(records: Any, index: Any) -> str:
+def place(records: Any, index: object) -> str:
   """Returns the place of record `index` of any sequence, for messages."""
   where = getattr(records, "where", None)
   return where(index) if where is not None else f"record {index}"
@@ -339,7 +339,7 @@ def _plain(value: object, where: str) -> Any:
   return value
 
 
-def _without_filler(value: object, feature: Any) -> Any:
+def _without_filler(value: object, feature: object) -> Any:
   """Drops the nulls that a columnar format added.
 
   Such formats give every object of a column the keys of all its objects: a message

@@ -173,7 +173,7 @@ def of_file(
   return Part(label, functools.partial(_lines, file, label, kind))
 
 
-def of_iterable(source: Any, *, name: str) -> Part:
+def of_iterable(source: object, *, name: str) -> Part:
   """Returns an iterable, or a function that makes one, as a part.
 
   The place is the state of the iterable (`state_dict`, as `datasets.IterableDataset`
@@ -197,7 +197,7 @@ def of_iterable(source: Any, *, name: str) -> Part:
   return Part(name, functools.partial(_iterated, make, name))
 
 
-def _is_iterable(source: Any) -> bool:
+def _is_iterable(source: object) -> bool:
   return hasattr(source, "__iter__") and not isinstance(source, str | bytes | Mapping)
 
 

@@ -59,7 +59,7 @@ class ModelWithFeatureProjection(nnx.Module):
     if shape[1] != target[1]:
       self.mixture = nnx.data(kind(_same_depth(shape[1], target[1])))
 
-  def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, jax.Array]:
+  def __call__(self, *args: object, **kwargs: object) -> tuple[Any, jax.Array]:
     """Returns the model's output and its projected features.
 
     The layers must be wrapped (`setup_models_with_feature_projection`).
@@ -87,8 +87,8 @@ def setup_models_with_feature_projection(
   teacher_model: nnx.Module,
   student_layer_to_capture: type[nnx.Module],
   teacher_layer_to_capture: type[nnx.Module],
-  dummy_student_input: Any,
-  dummy_teacher_input: Any,
+  dummy_student_input: object,
+  dummy_teacher_input: object,
   *,
   rngs: nnx.Rngs,
 ) -> tuple[ModelWithFeatureProjection, nnx.Module]:

@@ -38,7 +38,7 @@ class SowedModule(nnx.Module):
   def __init__(self, model_to_wrap: nnx.Module):
     self.wrapped_model = model_to_wrap
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: object, **kwargs: object) -> Any:
     out = self.wrapped_model(*args, **kwargs)
     stored = out[0] if isinstance(out, tuple) else out
     earlier = getattr(self, _TAG, None)

@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
   """
   args = parser().parse_args(argv)
   checks.number("--seed", args.seed, checks.SEED, whole=True)
-  for name in ("sft_steps", "grpo_steps"):
-    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
+  checks.number("--sft_steps", args.sft_steps, checks.COUNT, whole=True)
+  checks.number("--grpo_steps", args.grpo_steps, checks.COUNT, whole=True)
   folder = pathlib.Path(args.output).expanduser()
   prepare_output(folder, overwrite=args.overwrite)
   try:

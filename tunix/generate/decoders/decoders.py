@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from tunix.generate.decoders import cached, memory, recompute
+from tunix.models import calling
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.model import Transformer
 
@@ -55,7 +58,7 @@ _NO_CACHE = Decoder(
 )
 
 
-def decoder_of(model: Any) -> Decoder:
+def decoder_of(model: nnx.Module) -> Decoder:
   """Returns the functions that decode `model`.
 
   Args:
@@ -72,15 +75,15 @@ def unstacked(model: Any) -> Any:
   return model.unstack() if hasattr(model, "unstack") else model
 
 
-def sharding_rules(model: Any) -> ShardingRules | None:
+def sharding_rules(model: nnx.Module) -> ShardingRules | None:
   """Returns the mesh axes of the model's config; None if the config names none."""
-  return getattr(getattr(model, "config", None), "sharding", None)
+  return calling.config_value(model, "sharding")
 
 
-def max_positions(model: Any) -> int | None:
+def max_positions(model: nnx.Module | None) -> int | None:
   """Returns the largest number of tokens of a row, by the model's config.
 
   The result is None if the config has no limit.
   """
-  config = getattr(model, "config", None)
-  return getattr(config, "max_cached", getattr(config, "max_position", None))
+  most = calling.config_value(model, "max_position")
+  return calling.config_value(model, "max_cached", most)

@@ -250,7 +250,7 @@ def _moved(
 
 def _entries(leaf: Any) -> _Entries | None:
   """Returns the mesh axes of each dimension; None if no axis splits the leaf."""
-  sharding = getattr(leaf, "sharding", None)
+  sharding = mesh_lib.sharding_of(leaf)
   if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
     return None
   spec = [*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec))]

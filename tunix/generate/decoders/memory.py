@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
 from tunix.models.transformer.cache import KVCache
@@ -38,7 +39,7 @@ class Memory:
   slot: jax.Array
 
 
-def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
+def repeat(model: nnx.Module, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
   """Returns the state whose row b is row `source[b]` of `memory`.
 
   It copies the prefill of a prompt to all of its samples, and the cache rows of beams
@@ -112,7 +113,9 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
   )
 
 
-def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> Memory:
+def admit(
+  model: nnx.Module, memory: Memory, newcomer: Memory, row: Int[Array, ""]
+) -> Memory:
   """Replaces row `row` by the only row of `newcomer`; other rows are unchanged.
 
   Args:
@@ -210,7 +213,7 @@ def _axes(model: Any, slots: int) -> tuple[list[int | None], list[int | None]]:
   return differing(shapes(2, slots)), differing(shapes(1, slots + 1))
 
 
-def _map(function: Any, tree: Any, *columns: Any) -> Any:
+def _map(function: Any, tree: object, *columns: object) -> Any:
   """Maps `function` over the leaves of a cache.
 
   Args:

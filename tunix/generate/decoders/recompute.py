@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate.decoders.memory import rows_of
@@ -19,7 +20,7 @@ Memory = tuple[jax.Array, jax.Array]  # int32 [B, S] tokens, int32 [B] lengths
 
 
 def prefill(
-  model: Any, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
+  model: nnx.Module, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
 ) -> tuple[Float[Array, "B V"], Memory]:
   """Runs the prompts, which are padded on the left; see `cached.prefill`."""
   lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
@@ -32,7 +33,7 @@ def prefill(
 
 
 def step(
-  model: Any, tokens: Int[Array, " B"], memory: Memory
+  model: nnx.Module, tokens: Int[Array, " B"], memory: Memory
 ) -> tuple[Float[Array, "B V"], Memory]:
   """Appends one token per row and reruns the rows; see `cached.step`."""
   buffer, lengths = memory
@@ -40,7 +41,7 @@ def step(
   return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
 
 
-def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
+def repeat(model: nnx.Module, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
   """Copies or reorders rows; see `memory.repeat`."""
   del model  # The state has the same two arrays for every model.
   return rows_of(memory[0], source), rows_of(memory[1], source)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix.generate.drawing import filters as filters_lib
 from tunix.generate.drawing.params import SamplingParams
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +101,11 @@ class SamplingOptions(SamplingParams):
   @property
   def active(self) -> set[str]:
     """Names of the options that change the output."""
+    values = attributes.of_fields(self)
     names = {
       field.name
       for field in dataclasses.fields(self)
-      if not _is_default(getattr(self, field.name), field.default)
+      if not _is_default(values[field.name], field.default)
     }
     idle = filters_lib.OFF.keys() - self.filters.keys()
     if self.temperature == 0:  # no token is sampled, so these options have no effect

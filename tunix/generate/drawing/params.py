@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import jax
 
 from tunix.generate.drawing import filters as filters_lib, stops as stops_lib
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 
 # Logits are divided by the temperature. A difference of 1e4 becomes 1e14 with 1e-10,
 # and with 1e-38 it would exceed 3e38, the largest float32.
@@ -86,7 +86,7 @@ class SamplingParams:
     return {rule: cls._keywords.get(rule, rule) for rule in rules}
 
   @classmethod
-  def of(cls, params: SamplingParams, **more: Any) -> Self:
+  def of(cls, params: SamplingParams, **more: object) -> Self:
     """Returns an object of this class with the rules of another one.
 
     Args:
@@ -99,7 +99,7 @@ class SamplingParams:
 
   def rules(self) -> dict[str, Any]:
     """Returns the rules alone, as options of a sampler's call."""
-    return {rule: getattr(self, rule) for rule in SamplingParams.keywords()}
+    return attributes.of(self, SamplingParams.keywords())
 
   @property
   def stops(self) -> tuple[str, ...]:
@@ -110,6 +110,5 @@ class SamplingParams:
   @property
   def filters(self) -> dict[str, float | int]:
     """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
-    values = {name: getattr(self, name) for name in filters_lib.OFF}
     off = filters_lib.OFF
-    return {k: v for k, v in values.items() if v is not None and v != off[k]}
+    return {k: v for k, v in attributes.known(self, off).items() if v != off[k]}

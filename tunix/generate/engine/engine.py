@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
 import jax
+from flax import nnx
 
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
@@ -74,8 +75,8 @@ class Engine:
 
   def __init__(
     self,
-    model: Any,
-    tokenizer: Any,
+    model: nnx.Module,
+    tokenizer: object,
     config: EngineConfig | None = None,
     gather_weights: GatherWeights = None,
     draft_model: Any = None,

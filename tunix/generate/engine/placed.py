@@ -28,7 +28,7 @@ class PlacedEngine(Engine):
   def __init__(
     self,
     model: nnx.Module,
-    tokenizer: Any,
+    tokenizer: object,
     config: EngineConfig,
     mesh: Mesh,
     draft_model: nnx.Module | None = None,

@@ -6,8 +6,8 @@ import dataclasses
 import math
 import numbers
 import queue
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -158,9 +158,9 @@ class Ticket:
     self.prompt_scores: Tokens | None = None
     self.cached_tokens = 0
     self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
-    self._listener: Any = None
+    self._listener: Callable[[], None] | None = None
 
-  def listen(self, listener: Any) -> None:
+  def listen(self, listener: Callable[[], None] | None) -> None:
     """Has `listener()` called, in the engine's thread, after each new delta."""
     self._listener = listener
 

@@ -253,7 +253,7 @@ def advance(
   state: nnx.State,
   rules: Rules,
   out: Generated,
-  memory: Any,
+  memory: object,
   until: Leaf,
 ) -> tuple[Generated, Any]:
   """Decodes until every row is done or `until` columns are written.

@@ -215,8 +215,9 @@ def check_memory(
     return shape.rows * row_bytes(shape.slots)
 
   subject = "the tokens and the cache of all rows"
-  name = "num_samples" if options.beam_size is None else "beam_size"
-  samples = getattr(options, name)
+  name, samples = "num_samples", options.num_samples
+  if options.beam_size is not None:
+    name, samples = "beam_size", options.beam_size
   capacity.require(name, samples, lambda n: needed(n, 1), subject)
   capacity.require("max_generation_steps", steps, lambda n: needed(samples, n), subject)
 
@@ -296,7 +297,7 @@ def forbidden(
   return batching.id_list(tokens)
 
 
-def check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
+def check_ids(ids: object, subject: str, vocab_size: int | None) -> None:
   """Refuses token ids outside a vocabulary; None stands for an unknown size."""
   ids = np.asarray(ids)
   size = batching.NO_TOKEN if vocab_size is None else vocab_size

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 # A text with more characters than this for each token that it may have is not tokenized
 # at all. The longest tokens of large vocabularies are 128 characters of white space.
 TOKEN_CHARACTERS = 512
 
 
-def may_fit(texts: Any, tokens: int) -> bool:
+def may_fit(texts: object, tokens: int) -> bool:
   """Returns False if texts together are too long for a number of tokens.
 
   Every list and mapping counts as a character, so that one that contains itself ends.

@@ -163,7 +163,7 @@ class Backend(abc.ABC):
     self.raw.save_pretrained(folder)
 
 
-def choose(tokenizer: Any) -> Backend:
+def choose(tokenizer: object) -> Backend:
   """Returns the backend of an object.
 
   Args:
@@ -383,7 +383,7 @@ class ObjectBackend(Backend):
     return int(len(self.raw) if size is None else size)
 
 
-def _value(member: Any) -> Any:
+def _value(member: object) -> Any:
   """Returns the value of an attribute or of a method without arguments."""
   return member() if callable(member) else member
 

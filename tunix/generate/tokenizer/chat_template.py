@@ -131,7 +131,7 @@ def render(
   documents: Sequence[Mapping[str, Any]] | None = None,
   now: datetime.datetime | None = None,
   generation_marks: tuple[str, str] = ("", ""),
-  **variables: Any,
+  **variables: object,
 ) -> str:
   """Renders a conversation to the text that a model reads.
 
@@ -215,7 +215,7 @@ def _variables(template: str) -> set[str]:
   )
 
 
-def _is_schema(tool: Any) -> bool:
+def _is_schema(tool: object) -> bool:
   return isinstance(tool, Mapping)
 
 

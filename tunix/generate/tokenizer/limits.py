@@ -53,7 +53,7 @@ def check(tokenizer: Any, file: str) -> None:
         )
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
+def _steps(part: object) -> Iterator[dict[str, Any]]:
   """Returns the steps of a part, those of sequences within sequences, too."""
   left = [part]
   while left:

@@ -125,7 +125,7 @@ def _formed(message: dict[str, Any], form: CallForm, where: str) -> dict[str, An
   return message
 
 
-def _formed_call(call: Any, form: CallForm, where: str) -> Any:
+def _formed_call(call: object, form: CallForm, where: str) -> Any:
   if not isinstance(call, Mapping):
     return call
   call = present(call)

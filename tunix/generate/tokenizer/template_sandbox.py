@@ -135,7 +135,7 @@ def _sandbox() -> Any:
   class Namespace(jinja2.utils.Namespace):
     __repr__ = object.__repr__  # the text of namespaces within namespaces has no end
 
-  def build(**options: Any) -> Any:
+  def build(**options: object) -> Any:
     environment = Sandbox(finalize=limits.spend, **options)
     for name, function in environment.filters.items():
       environment.filters[name] = _bounded_filter(name, function)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tunix.models.transformer.hf import values as hf_values
 from tunix.utils import checks, patterns
@@ -41,6 +41,8 @@ _SELECTORS: Mapping[str, tuple[type, ...]] = {
 }
 _KIND_NAMES = {str: "a text", list: "a list", int: "a whole number", dict: "a table"}
 _MOST_ENTRIES = 4096
+
+T = TypeVar("T")
 
 # Fields that do not change the adapter's function: bookkeeping, settings of features
 # that are refused, and settings of the random initialization.
@@ -121,7 +123,7 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
     )
 
 
-def _require_same_base(path: pathlib.Path, init: Any) -> None:
+def _require_same_base(path: pathlib.Path, init: object) -> None:
   """Refuses an adapter that belongs to changed base weights, not the published ones."""
   if init in _DRAWS:
     return
@@ -155,8 +157,12 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _by_pattern(
-  peft: Mapping[str, Any], table: str, field: str, name: str, read: Any
-) -> Any:
+  peft: Mapping[str, Any],
+  table: str,
+  field: str,
+  name: str,
+  read: Callable[[Mapping[str, Any], str], T],
+) -> T:
   """Returns the value of the first pattern that matches the end of a module's name.
 
   Without a match it is the value of `field`. This is PEFT's rule.

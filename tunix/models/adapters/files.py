@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -109,7 +109,7 @@ def save_adapter(
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
     "base_model_name_or_path": base,
     **({} if revision is None else {"revision": revision}),
-    **_sizes([part for group in parts.values() for part in group], rslora),
+    **sizes_of([part for group in parts.values() for part in group], rslora),
     "target_modules": _peft_targets(
       model, family, {path: parts[path] for path in parts if path not in wholes}
     ),
@@ -124,7 +124,7 @@ def save_adapter(
     "inference_mode": True,
   }
   _warn_of_experts(adapters)
-  tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
+  tensors = [x for group in parts.values() for part in group for x in new_tensors(part)]
   tensors += whole_files.tensors(model, family, whole)
   tensors += token_rows.tensors(model, family)
   together = tensor_files.is_spread(model)
@@ -135,7 +135,7 @@ def save_adapter(
       (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
+def _common(adapters: dict[str, Linear], what: str, of: Callable[[Linear], Any]) -> Any:
   values = {of(linear) for linear in adapters.values()}
   if len(values) > 1:
     raise ValueError(
@@ -145,7 +145,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
   return values.pop()
 
 
-def _tensors(part: TensorAdapter) -> list[NewTensor]:
+def new_tensors(part: TensorAdapter) -> list[NewTensor]:
   name = PREFIX + (part.stored or part.name)
   out = [
     NewTensor(
@@ -161,7 +161,7 @@ def _tensors(part: TensorAdapter) -> list[NewTensor]:
   return out
 
 
-def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
+def sizes_of(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   """Returns the fields r and lora_alpha, the most common values, and the patterns.
 
   The patterns hold the values of the other modules.
@@ -185,7 +185,7 @@ def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   return out
 
 
-def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
+def _patterns(values: dict[str, Any], common: object) -> dict[str, Any]:
   """Returns the values that differ from the common one, by name.
 
   The name is a module's last part if all layers share the value, else its full name.
@@ -319,7 +319,7 @@ def read_adapter(
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
     raw = key.removeprefix(PREFIX)
     tensors[PREFIX + family.canonical_key(raw)] = tensor
-    spelled[_module(family.canonical_key(raw))] = _module(raw)
+    spelled[module_name(family.canonical_key(raw))] = module_name(raw)
   try:
     whole = whole_files.read(model, family, tensors, peft)
     whole |= token_rows.read(model, family, tensors, peft)
@@ -328,7 +328,7 @@ def read_adapter(
     raise ValueError(f"{path}: {error}") from error
 
 
-def _module(key: str) -> str:
+def module_name(key: str) -> str:
   """Returns the name of the module of an adapter's tensor."""
   return re.sub(rf"\.(lora_[AB]\.weight|{_MAGNITUDE})$", "", key)
 
@@ -363,14 +363,14 @@ def _read(
       continue
     stack = []
     for name in _names(model, family, path):
-      keys = _keys(name, hf_values.flag(peft, "use_dora"))
+      keys = factor_keys(name, hf_values.flag(peft, "use_dora"))
       if tensors.keys().isdisjoint(keys):
         stack.append(None)
         continue
       adapter_config.require_targeted(peft, spelled[name])
       sizes = adapter_config.rank_alpha(peft, spelled[name])
       shape = linear.kernel.shape[-2:]
-      stack.append(_read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
+      stack.append(read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
       out[path] = stacked(stack, linear.kernel.shape, peft)
@@ -388,12 +388,12 @@ def _read(
   return out
 
 
-def _keys(name: str, use_dora: bool) -> list[str]:
+def factor_keys(name: str, use_dora: bool) -> list[str]:
   fields = ["lora_A.weight", "lora_B.weight"] + [_MAGNITUDE] * use_dora
   return [f"{PREFIX}{name}.{field}" for field in fields]
 
 
-def _read_tensor_adapter(
+def read_tensor_adapter(
   name: str,
   keys: list[str],
   shape: tuple[int, ...],

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -37,9 +38,9 @@ class Adapter:
     rslora: True if the scale is alpha / sqrt(r); recorded when saved.
   """
 
-  a: Any
-  b: Any
-  magnitude: Any = None
+  a: jax.Array | np.ndarray
+  b: jax.Array | np.ndarray
+  magnitude: jax.Array | np.ndarray | None = None
   scale: float
   dropout: float = 0.0
   rslora: bool = False
@@ -203,7 +204,7 @@ def _specs(linear: Linear) -> tuple[tuple[Any, ...], ...]:
 
   Each is sharded like the dimensions of the kernel that it touches; r is not sharded.
   """
-  *stack, rows, columns = linear.kernel.get_metadata()["out_sharding"]
+  *stack, rows, columns = linear.stored.get_metadata()["out_sharding"]
   return (*stack, rows, None), (*stack, None, columns), (*stack, columns)
 
 

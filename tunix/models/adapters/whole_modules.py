@@ -7,7 +7,6 @@ parameters of an adapted model by this type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 from flax import nnx
@@ -96,7 +95,7 @@ def _parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
 
 
 def _retype(
-  model: Transformer, modules: set[str], kind: type[nnx.Param], dtype: Any
+  model: Transformer, modules: set[str], kind: type[nnx.Param], dtype: DTypeLike | None
 ) -> None:
   for path, module in _modules(model):
     if path not in modules:

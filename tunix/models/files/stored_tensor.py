@@ -84,7 +84,7 @@ def check_file(path: pathlib.Path) -> None:
     raise ValueError(f"{path} is a folder or a device, expected a file")
 
 
-def sizes(values: Any, what: str) -> tuple[int, ...]:
+def sizes(values: object, what: str) -> tuple[int, ...]:
   """Returns axis sizes, offsets or strides of a foreign file as a tuple.
 
   Args:

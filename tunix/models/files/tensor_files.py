@@ -325,7 +325,7 @@ def staged_folder(
     raise NotADirectoryError(f"{folder} is a file: give a folder to save into")
   first = not together or jax.process_index() == 0
 
-  def meet(what: str, value: Any = None) -> Any:
+  def meet(what: str, value: object = None) -> Any:
     return coordination.gather(f"{what} {folder}", value)[0] if together else value
 
   folder.parent.mkdir(parents=True, exist_ok=True)

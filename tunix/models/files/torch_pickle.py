@@ -161,7 +161,7 @@ class _Machine:
       raise ValueError("its pickle appends to a value that is no list")
     self.stack[-1].extend(values)
 
-  def name(self, module: Any, name: Any) -> None:
+  def name(self, module: object, name: object) -> None:
     full = f"{module}.{name}"
     if full not in _CALLS and full not in _STORAGES and full not in _DTYPES:
       raise ValueError(f"it names {brief(full)}, which no tensor needs")
@@ -225,7 +225,7 @@ def _tensor(
   return StoredTensor("", storage.file, dtype, shape, offset, strides)
 
 
-def _typed_tensor(*parts: Any) -> StoredTensor:
+def _typed_tensor(*parts: object) -> StoredTensor:
   storage, start, shape, strides, grad, hooks, kind, *rest = parts
   if not isinstance(kind, _Name) or kind.name not in _DTYPES:
     raise ValueError("a tensor has an unknown dtype")
@@ -233,13 +233,13 @@ def _typed_tensor(*parts: Any) -> StoredTensor:
   return _tensor(storage, start, shape, strides, grad, hooks, *rest, dtype=dtype)
 
 
-def _parameter(tensor: Any, *_: object) -> StoredTensor:
+def _parameter(tensor: object, *_: object) -> StoredTensor:
   if type(tensor) is not StoredTensor:
     raise ValueError("a parameter holds no tensor")
   return tensor
 
 
-def _empty_dict(*items: Any) -> dict[str, Any]:
+def _empty_dict(*items: object) -> dict[str, Any]:
   if items:
     raise ValueError("an OrderedDict is made of arguments")
   return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +71,7 @@ class MultimodalGemma3(Gemma3):
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     images: jax.Array | None = None,
-    **options: Any,
+    **options: object,
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs `Transformer.__call__` with images.
 

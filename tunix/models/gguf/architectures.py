@@ -363,7 +363,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def of_name(name: Any) -> Architecture:
+def of_name(name: object) -> Architecture:
   """Returns the architecture of a file.
 
   Raises:

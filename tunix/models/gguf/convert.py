@@ -149,8 +149,8 @@ def _patterns(table: Any, key: str) -> tuple[str, ...]:
   stem, _, end = key.replace(".{e}", "").replace("{i}", "0").rpartition(".")
   if end not in ("weight", "bias"):
     stem, end = f"{stem}.{end}", "weight"
-  found = table.get_name(stem)
-  return (f"{found.replace('blk.0.', 'blk.{i}.')}.{end}",) if found else ()
+  gguf = table.get_name(stem)
+  return (f"{gguf.replace('blk.0.', 'blk.{i}.')}.{end}",) if gguf else ()
 
 
 def _experts(hf: Mapping[str, Any]) -> int:

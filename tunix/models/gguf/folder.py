@@ -54,13 +54,13 @@ def resolve(
     return folder_of(file)
   if path.is_dir() and not (path / "config.json").exists():
     # A vision tower has a file of its own.
-    found = sorted(x for x in path.glob("*.gguf") if not x.name.startswith("mmproj"))
-    if len(found) > 1:
+    files = sorted(x for x in path.glob("*.gguf") if not x.name.startswith("mmproj"))
+    if len(files) > 1:
       raise ValueError(
-        f"{path} has {len(found)} GGUF files and no config.json; expected one. Name "
-        f"one of them, for example {found[0]}"
+        f"{path} has {len(files)} GGUF files and no config.json; expected one. Name "
+        f"one of them, for example {files[0]}"
       )
-    path = found[0] if found else path
+    path = files[0] if files else path
   if not path.is_file() or not _is_gguf(path):
     return None
   if revision is not None:

@@ -86,7 +86,7 @@ class Texts(Sequence[str]):
   def __len__(self) -> int:
     return len(self._starts)
 
-  def __getitem__(self, index: Any) -> Any:
+  def __getitem__(self, index: int | slice) -> Any:
     if isinstance(index, slice):
       return Texts(self._data, self._starts[index])
     start = self._starts[index]
@@ -151,16 +151,16 @@ class _Walk:
         f"split.count is {brief(parts)}; expected 1, a whole model in one file. Join "
         "the parts: llama-gguf-split --merge FIRST_PART WHOLE_FILE"
       )
-    found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(tensors):
-      name = self._name(found)
+      name = self._name(entries)
       axes = self._number(4)
       if not 1 <= axes <= _MAX_AXES:
         raise ValueError(f"tensor {brief(name)} has {axes} axes. {_AGAIN}")
       shape = [self._number(8) for _ in range(axes)][::-1]
       shape = sizes(shape, f"tensor {brief(name)}: shape")
-      found[name] = shape, self._number(4), self._number(8)
-    return Header(file, metadata, self._placed(found, metadata))
+      entries[name] = shape, self._number(4), self._number(8)
+    return Header(file, metadata, self._placed(entries, metadata))
 
   def _check_kind(self) -> None:
     if (magic := self._take(4)) != _MAGIC:
@@ -177,7 +177,9 @@ class _Walk:
         f"its version is {version}; expected one of {_VERSIONS}. Convert the model anew"
       )
 
-  def _placed(self, found: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Info]:
+  def _placed(
+    self, entries: dict[str, Any], metadata: dict[str, Any]
+  ) -> dict[str, Info]:
     """Returns the tensors with their places, which do not overlap."""
     alignment = metadata.get("general.alignment", 32)
     usual = isinstance(alignment, int) and 0 < alignment <= _MAX_ALIGNMENT
@@ -189,7 +191,7 @@ class _Walk:
     start = self.at + -self.at % alignment
     tensors: dict[str, Info] = {}
     end = start
-    for name, (shape, code, offset) in sorted(found.items(), key=lambda x: x[1][2]):
+    for name, (shape, code, offset) in sorted(entries.items(), key=lambda x: x[1][2]):
       kind, row = _row(name, shape[-1], code)
       info = tensors[name] = Info(kind, shape, row, start + offset)
       if offset % alignment or info.offset < end:

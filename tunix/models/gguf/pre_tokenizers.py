@@ -95,16 +95,16 @@ _SPELLINGS = (
 )
 
 
-def by_name(name: Any) -> PreTokenizer:
+def by_name(name: object) -> PreTokenizer:
   """Returns the pre-tokenizer with the name that a file holds; None if it holds none.
 
   Raises:
     ValueError: the name is not in the table.
   """
-  found = next((entry for entry in TABLE if name in entry.names), None)
-  if found is None:
+  entry = next((entry for entry in TABLE if name in entry.names), None)
+  if entry is None:
     raise ValueError(f"tokenizer.ggml.pre is {name!r}; expected {_names()}. {REMEDY}")
-  return found
+  return entry
 
 
 def recognized(tokenizer: Mapping[str, Any]) -> PreTokenizer:
@@ -136,7 +136,7 @@ def recognized(tokenizer: Mapping[str, Any]) -> PreTokenizer:
   return entries[0]
 
 
-def steps(part: Any) -> list[dict[str, Any]]:
+def steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
   """Returns the steps of a part of `tokenizer.json`; sequences are taken apart."""
   if part is None:
     return []
@@ -159,7 +159,7 @@ def as_json(entry: PreTokenizer) -> dict[str, Any]:
   }
 
 
-def _patterns(part: Any) -> tuple[str, ...]:
+def _patterns(part: dict[str, Any] | None) -> tuple[str, ...]:
   """Returns the patterns of a `pre_tokenizer`, in the spelling of the table."""
   patterns: tuple[str, ...] = ()
   for step in steps(part):

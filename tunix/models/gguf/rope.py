@@ -16,6 +16,7 @@ from tunix.models.gguf.file import File
 from tunix.models.transformer.attention.rope import frequencies, length_factor
 from tunix.models.transformer.config import RopeConfig
 from tunix.models.transformer.hf.rope import rope_of
+from tunix.utils import attributes
 
 FREQS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -149,7 +150,8 @@ def write(config: RopeConfig) -> dict[str, Any]:
     out["rope.scaling.factor"] = float(config.factor)
   if config.scaling == "yarn":
     out[_CONTEXT] = config.original_max_position
-    out |= {key: float(getattr(config, field)) for field, key in _BETAS.items()}
+    betas = attributes.of(config, _BETAS)
+    out |= {_BETAS[field]: float(beta) for field, beta in betas.items()}
     default = length_factor(RopeConfig(scaling="yarn", factor=config.factor))
     if not math.isclose(length_factor(config), default):
       out[_ATTENTION] = length_factor(config) / default

@@ -139,12 +139,12 @@ def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
   named -= {"</s>"} if "<|tool_response>" in named else set()
   ends = [ids[key] for key in ENDS if key in ids]
   ends += sorted(control[text] for text in named)
-  found = {
+  values = {
     "bos_token_id": ids.get("bos_token_id"),
     "eos_token_id": list(dict.fromkeys(ends)) or None,
     "pad_token_id": ids.get("padding_token_id"),
   }
-  return {key: value for key, value in found.items() if value is not None}
+  return {key: value for key, value in values.items() if value is not None}
 
 
 def splits(text: str, known: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -153,7 +153,9 @@ def splits(text: str, known: Mapping[str, Any]) -> list[tuple[str, str]]:
   return [(text[:i], text[i:]) for i in cuts if text[:i] in known and text[i:] in known]
 
 
-def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+def _get(
+  metadata: Mapping[str, Any], key: str, kind: type, default: object = None
+) -> Any:
   """Returns a value of the metadata, which has a default or must be there."""
   value = metadata.get(key, default)
   if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -201,15 +203,15 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[Kind]]:
 def _ids(metadata: Mapping[str, Any], count: int) -> dict[str, int]:
   """Returns the ids of the special tokens by key."""
   is_piece = metadata.get(KEY + "model") == "llama"
-  found = dict(_SENTENCEPIECE_IDS) if is_piece else {}
+  ids = dict(_SENTENCEPIECE_IDS) if is_piece else {}
   for key in (*ROLES, *ENDS):
     if KEY + key in metadata:
-      found[key] = _get(metadata, KEY + key, int)
-      if not 0 <= found[key] < count:
+      ids[key] = _get(metadata, KEY + key, int)
+      if not 0 <= ids[key] < count:
         raise ValueError(
-          f"{KEY}{key} is {found[key]}; expected an id below {count}. {_AGAIN}"
+          f"{KEY}{key} is {ids[key]}; expected an id below {count}. {_AGAIN}"
         )
-  return {key: number for key, number in found.items() if number < count}
+  return {key: number for key, number in ids.items() if number < count}
 
 
 def _pair(line: str) -> tuple[str, str]:

@@ -63,19 +63,19 @@ def metadata_of(
   cuts = pre_tokenizers.steps(tokenizer.get("pre_tokenizer"))
   if any(step["type"] == "ByteLevel" for step in cuts):
     pre = pre_tokenizers.recognized(tokenizer).names[0]
-    found = {"model": "gpt2", "pre": pre, "merges": _joined(merges)}
+    keys = {"model": "gpt2", "pre": pre, "merges": _joined(merges)}
   else:
     kinds |= {text: Kind.BYTE for text in vocabulary if _BYTE.fullmatch(text)}
     if model.get("unk_token") in vocabulary:
       kinds[model["unk_token"]] = Kind.UNKNOWN
     prefix = _adds_space(tokenizer, bool(chat_template))
-    found = {"add_space_prefix": prefix, **_ranks(merges, kinds, prefix)}
+    keys = {"add_space_prefix": prefix, **_ranks(merges, kinds, prefix)}
   texts = {number: text for text, number in vocabulary.items()}
   tokens = [texts.get(number, f"[PAD{number}]") for number in range(rows)]
-  if "scores" in found:
-    found["scores"] = [found["scores"].get(text, 0.0) for text in tokens]
+  if "scores" in keys:
+    keys["scores"] = [keys["scores"].get(text, 0.0) for text in tokens]
   ids = _ids(vocabulary, kinds, roles, eos_ids)
-  found |= {
+  keys |= {
     "tokens": tokens,
     "token_type": [int(kinds.get(text, Kind.UNUSED)) for text in tokens],
     # llama.cpp refuses a file that adds a token which it does not name.
@@ -83,7 +83,7 @@ def metadata_of(
     "add_eos_token": _adds_eos(tokenizer, roles),
     **ids,
   }
-  return {KEY + key: value for key, value in found.items()} | _templates(chat_template)
+  return {KEY + key: value for key, value in keys.items()} | _templates(chat_template)
 
 
 def _ranks(merges: _Merges, kinds: Mapping[str, Kind], prefix: bool) -> dict[str, Any]:
@@ -166,12 +166,12 @@ def _ids(
   texts = {number: text for text, number in vocabulary.items()}
 
   # llama.cpp finds some tokens by their texts. The keys are for the other ones.
-  def is_found(i):
+  def is_known_end(i):
     return kinds[texts[i]] == Kind.CONTROL and texts[i] in reader.END_TEXTS
 
   known = keys.get("eos_token_id")
   others = dict.fromkeys(
-    i for i in eos_ids if i in texts and i != known and not is_found(i)
+    i for i in eos_ids if i in texts and i != known and not is_known_end(i)
   )
   if len(others) > 2:
     raise ValueError(

@@ -20,6 +20,7 @@ from tunix.models.gguf.changes import Stacked, hollow
 from tunix.models.gguf.convert import Link
 from tunix.models.gguf.header import library
 from tunix.models.transformer import params
+from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.params import Placement
@@ -47,7 +48,7 @@ class _Group(NamedTuple):
   read: Callable[[], Sequence[np.ndarray]]
 
 
-def check(config: Any) -> None:
+def check(config: TransformerConfig) -> None:
   """Refuses a model that llama.cpp does not have.
 
   Args:
@@ -133,10 +134,12 @@ def write_adapter(model: Transformer, file: pathlib.Path, kind: str) -> None:
   _write(file, architecture, kind, metadata, groups)
 
 
-def _described(config: Any) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
+def _described(
+  config: TransformerConfig,
+) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
   """Returns the architecture of a model, its `config.json` and its metadata."""
   hf = safetensors_saver.described(config, families.of_config(config))
-  if getattr(config, "num_scores", None):
+  if config.num_scores:
     raise ValueError(
       "the model has a head of scores; a GGUF file of tunix holds models that write "
       "text. Export safetensors instead"

@@ -26,7 +26,7 @@ _WIDTH = 2880  # of the residual stream and of an expert
 
 
 def experts(
-  count: int, hidden_dim: int = _WIDTH, per_token: int = 4, **fields: Any
+  count: int, hidden_dim: int = _WIDTH, per_token: int = 4, **fields: object
 ) -> MoEConfig:
   """Returns the experts of a gpt-oss model.
 

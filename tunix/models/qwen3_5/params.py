@@ -181,7 +181,7 @@ def write_decoder(
   return hf | ({} if mixer is None else _write_mixer(mixer))
 
 
-def _write_mixer(mixer: Any) -> dict[str, Any]:
+def _write_mixer(mixer: object) -> dict[str, Any]:
   if not isinstance(mixer, DeltaNetConfig):
     raise ValueError(
       f"the mixer of linear layers is {mixer!r}; expected a DeltaNetConfig, as in all "

@@ -26,7 +26,7 @@ class LayerCache(Protocol):
     query: jax.Array,
     key: jax.Array | None,
     value: jax.Array | None,
-    **options: Any,
+    **options: object,
   ) -> tuple[jax.Array, Any]:
     """Writes keys and values and returns the queries' outputs, and the new cache.
 

@@ -361,7 +361,7 @@ def fields_by_type(**fields: Mapping[str, Any]) -> TypeFields:
 
 
 def sizes(
-  layers: int, dim: int, hidden: int, heads: int, kv_heads: int, **fields: Any
+  layers: int, dim: int, hidden: int, heads: int, kv_heads: int, **fields: object
 ) -> dict[str, Any]:
   """Returns the fields of a preset; the five sizes are positional."""
   return {

@@ -8,7 +8,7 @@ cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -38,7 +38,7 @@ class DecoderLayers(nnx.Module):
   """
 
   config: TransformerConfig
-  layers: Any
+  layers: DecoderLayer | nnx.Dict | Sequence[DecoderLayer]
 
   def run(self, x, angles, visible, routes, vectors) -> jax.Array:
     """Runs all layers without a cache, and finishes the routes.

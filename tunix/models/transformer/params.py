@@ -148,7 +148,7 @@ def numbered(path: str) -> tuple[str, int | None]:
   return path, None
 
 
-def without_structure(path: str, config: Any) -> str:
+def without_structure(path: str, config: object) -> str:
   """Turns "layers.dense.mlp.up_proj" into "layers.mlp.up_proj".
 
   Args:

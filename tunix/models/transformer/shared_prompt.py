@@ -31,8 +31,7 @@ class SharedPrompt:
   copies: int
 
   def __post_init__(self):
-    for name in ("prompt", "copies"):
-      value = getattr(self, name)
+    for name, value in vars(self).items():
       if value < 1:
         raise ValueError(f"SharedPrompt.{name} is {value}, it must be at least 1")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from tunix.models.transformer.unstack import layer_states
 
@@ -109,7 +110,7 @@ def scan(
 
 
 def _pieces(
-  state: Any, name: str, names: Sequence[str], cut: Sequence[Segment]
+  state: nnx.State, name: str, names: Sequence[str], cut: Sequence[Segment]
 ) -> list[Any]:
   """Returns the part of a stack in each segment, arrays [repeats, of a period, ...]."""
   counts = [list(names[s.start : s.stop]).count(name) for s in cut]

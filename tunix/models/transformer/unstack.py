@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 # Largest number of elements per layer of arrays that `_opaque` slices: norm scales,
 # biases and small adapters. Larger slices are inputs of matrix products, and XLA does
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 _SMALL = 2**14
 
 
-def layer_states(state: Any) -> list[Any]:
+def layer_states(state: nnx.State) -> list[Any]:
   """Returns the state of each layer of a stack, whose arrays are `[L, ...]`."""
   leaves, treedef = jax.tree.flatten(state)
   layers = zip(*(unstack(leaf) for leaf in leaves))

@@ -65,7 +65,7 @@ def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def on_mesh(
-  local: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
+  local: Callable[..., Any], layout: Layout, in_specs: object, out_specs: object
 ) -> Callable[..., Any]:
   """Returns a function of global arrays that runs `local` on every device.
 
@@ -120,7 +120,9 @@ def run(
   )
 
 
-def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
+def table_spec(
+  layout: Layout, columns: str | tuple[str, ...] | None = None
+) -> PartitionSpec:
   """Returns the PartitionSpec of the unembedding, with D over the axes `columns`."""
   vocab = layout.vocab_axis
   entries = (vocab, columns) if layout.transposed else (columns, vocab)
@@ -239,10 +241,10 @@ def _shared_pass(hidden, unembed, targets, pulls, needed, *, rule: Rule) -> Outp
 
 def over_tokens(
   chunk: Callable[..., tuple[Any, Any]],
-  arrays: Any,
+  arrays: object,
   shape: tuple[int, ...],
   vocab: int,
-  start: Any,
+  start: jax.Array | None,
   layout: Layout,
   needed: jax.Array | None = None,
   together: tuple[str, ...] = (),

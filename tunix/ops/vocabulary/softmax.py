@@ -272,6 +272,6 @@ def scaled(gradient: jax.Array | None, factor: jax.Array) -> jax.Array | None:
   return None if gradient is None else (gradient * factor).astype(gradient.dtype)
 
 
-def materialised(cotangent: Any, shape: tuple[int, ...] = ()) -> jax.Array:
+def materialised(cotangent: object, shape: tuple[int, ...] = ()) -> jax.Array:
   """Returns a cotangent as an array; a symbolic zero becomes zeros of this shape."""
   return cotangent if isinstance(cotangent, jax.Array) else jnp.zeros(shape)

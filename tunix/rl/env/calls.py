@@ -148,7 +148,7 @@ class Calls:
     self,
     id: Id,
     function: Callable[..., Any],
-    *args: Any,
+    *args: object,
     extra_s: float = 0.0,
     discard: Callable[[Any], None] | None = None,
   ) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from tunix.rl.env.conversation import History
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 from tunix.utils.setting import setting
 
 _CHOICES = {
@@ -75,8 +75,8 @@ class EpisodeConfig:
       timeout_s=checks.POSITIVE,
       workers=checks.COUNT,
     )
-    for name, known in _CHOICES.items():
-      if (value := getattr(self, name)) not in known:
+    for name, value in attributes.of(self, _CHOICES).items():
+      if value not in (known := _CHOICES[name]):
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
     if self.memory_bytes is not None and self.isolation != "process":
       raise ValueError(

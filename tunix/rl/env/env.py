@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tunix.rl.reward.outcomes import LARGEST
+from tunix.utils import array_codec
 
 Message = dict[str, Any]
 Observation = Any
@@ -149,8 +150,7 @@ def ids_of(observation: Observation) -> list[int] | None:
   """
   if hasattr(observation, "to_ints"):
     observation = observation.to_ints()
-  if hasattr(observation, "tolist"):
-    observation = observation.tolist()
+  observation = array_codec.as_python(observation)
   if isinstance(observation, str | Mapping):
     return None
   if isinstance(observation, list | tuple) and observation:
@@ -210,8 +210,7 @@ def finite(reward: Any) -> float:
   Raises:
     EnvError: it is no number, or out of the range of rewards.
   """
-  if hasattr(reward, "tolist"):
-    reward = reward.tolist()
+  reward = array_codec.as_python(reward)
   try:
     value = float(reward) if isinstance(reward, int | float) else math.nan
   except OverflowError:

@@ -32,12 +32,12 @@ def close_made(made: tuple[Any, Any]) -> None:
     logging.warning("closing an environment that was made late: %s", describe(error))
 
 
-def _awaited_here(value: Any) -> None:
+def _awaited_here(value: object) -> None:
   if inspect.iscoroutine(value):
     asyncio.run(value)
 
 
-def cleaned_up(builder: Any) -> Any:
+def cleaned_up(builder: object) -> Any:
   cleanup = getattr(builder, "cleanup", None)
   return None if cleanup is None else cleanup()
 

@@ -53,7 +53,7 @@ class EnvProcesses:
       ) from error
     self._lock, self._idle = threading.Lock(), list[Child]()
 
-  def environment(self, **arguments: Any) -> ProcessEnv:
+  def environment(self, **arguments: object) -> ProcessEnv:
     """Makes an environment in a process.
 
     Raises:
@@ -68,7 +68,7 @@ class EnvProcesses:
     kind = FinalProcessEnv if made["has_final_reward"] else ProcessEnv
     return kind(self, child, made["tool_schemas"])
 
-  def call(self, child: Child, method: str, argument: Any) -> Any:
+  def call(self, child: Child, method: str, argument: object) -> Any:
     """Calls a method of `_Host` in a process, and waits for its result.
 
     Raises:
@@ -148,7 +148,7 @@ class ProcessEnv:
     """Ends the episode: the process may serve another one."""
     self._processes.give_back(self._child)
 
-  def _call(self, method: str, argument: Any) -> Any:
+  def _call(self, method: str, argument: object) -> Any:
     return self._processes.call(self._child, method, argument)
 
 
@@ -170,7 +170,7 @@ class _Host:
     self._make = make
     self._env: Any = None
 
-  def __call__(self, method: str, argument: Any) -> Any:
+  def __call__(self, method: str, argument: object) -> Any:
     return getattr(self, method)(argument)
 
   @functools.cached_property
@@ -220,11 +220,11 @@ class _Host:
       "logs": {str(k): str(v) for k, v in result.logs.items()},
     }
 
-  def _awaited(self, value: Any) -> Any:
+  def _awaited(self, value: object) -> Any:
     return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-def _plain(observation: Any) -> Any:
+def _plain(observation: object) -> Any:
   if isinstance(observation, str):
     return observation
   ids = env_lib.ids_of(observation)

@@ -162,7 +162,7 @@ class _Batch:
           self._calls.start(("close", number), close_made, late)
 
   def _guarded(
-    self, kind: str, number: int, handle: Callable[[int, Any], None], result: Any
+    self, kind: str, number: int, handle: Callable[[int, Any], None], result: object
   ) -> None:
     """Handles an answer; a wrong answer ends its episode or all of its group."""
     try:
@@ -225,7 +225,7 @@ class _Batch:
     most = self._config.max_seconds
     return most is not None and time.monotonic() - live.started >= most
 
-  def _call(self, id: Id, method: Callable[..., Any], *args: Any) -> None:
+  def _call(self, id: Id, method: Callable[..., Any], *args: object) -> None:
     """Calls an environment. Its process, if it has one, has the same deadline."""
     own = _GRACE_S if self._config.isolation == "process" else 0.0
     self._calls.start(id, method, *args, extra_s=own)
@@ -252,7 +252,7 @@ class _Batch:
     self._lives[number].started = time.monotonic()
     self._call(("first", number), env.initial_observation)
 
-  def _check_count(self, envs: Any) -> None:
+  def _check_count(self, envs: object) -> None:
     """Raises EnvError unless `make_envs` gave an environment for each completion."""
     if isinstance(envs, list | tuple) and len(envs) == self._size:
       return
@@ -277,7 +277,7 @@ class _Batch:
       pair = isinstance(result, tuple) and len(result) == 2
       self._observe(live, *(result if pair else (result, None)))
 
-  def _after_step(self, number: int, result: Any) -> None:
+  def _after_step(self, number: int, result: object) -> None:
     live, step = self._lives[number], env_lib.step_result(result)
     turns = live.episode.turns
     turns[-1] = dataclasses.replace(
@@ -305,13 +305,13 @@ class _Batch:
       live.stopped_by = reason
       self._call(("final", live.number), final)
 
-  def _after_final(self, number: int, result: Any) -> None:
+  def _after_final(self, number: int, result: object) -> None:
     live = self._lives[number]
     turns, reward = live.episode.turns, env_lib.finite(result)
     turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + reward)
     self._end(live, live.stopped_by)
 
-  def _observe(self, live: Live, observation: Any, stop: Any) -> None:
+  def _observe(self, live: Live, observation: object, stop: Any) -> None:
     """Makes the prompt of the next action."""
     assert live.conversation is not None
     is_first, most = not live.episode.turns, self._config.max_observation_tokens
@@ -375,6 +375,6 @@ class _Batch:
       self._calls.start(("cleanup", group.number), cleaned_up, group.builder)
     group.builder, group.envs = None, []
 
-  def _done(self, number: int, result: Any) -> None:
+  def _done(self, number: int, result: object) -> None:
     """Handles the end of a `close` or `cleanup`, which has no result."""
     del number, result

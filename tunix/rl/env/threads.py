@@ -50,7 +50,7 @@ async def result(function: Callable[[], T]) -> T:
   loop = asyncio.get_running_loop()
   future: asyncio.Future[T] = loop.create_future()
 
-  def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+  def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
     if not future.done():  # not cancelled
       set_outcome(outcome)
 

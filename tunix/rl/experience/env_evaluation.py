@@ -47,7 +47,7 @@ class EnvEvaluation:
     self,
     make: MakeEnv,
     rows: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    tokenizer: object,
     rollout: RolloutConfig,
     episodes: EpisodeConfig | None = None,
     *,

@@ -233,8 +233,8 @@ def processes_of(make: MakeEnv, config: EpisodeConfig) -> EnvProcesses | None:
   """Returns the processes of environments; None if they run in this process."""
   if config.isolation != "process":
     return None
-  limits = {n: getattr(config, n) for n in ("timeout_s", "memory_bytes")}
-  return EnvProcesses(functools.partial(making.one, make), **limits)
+  one = functools.partial(making.one, make)
+  return EnvProcesses(one, timeout_s=config.timeout_s, memory_bytes=config.memory_bytes)
 
 
 def makers_of(

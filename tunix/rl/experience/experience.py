@@ -32,7 +32,7 @@ from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.client import SamplingClient
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import coordination, terminal
+from tunix.utils import attributes, coordination, terminal
 from tunix.utils.metric import Metric
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Experience:
     self,
     cluster: RLCluster,
     config: AlgorithmConfig,
-    reward_fns: Any,
+    reward_fns: object,
     metric_fns: MetricFn | Sequence[MetricFn] | None,
     episodes: Episodes | None = None,
   ):
@@ -306,7 +306,7 @@ class Experience:
     old: np.ndarray | None,
     *,
     policy_moves: bool,
-    **fields: Any,
+    **fields: object,
   ) -> TrainExample:
     """Makes the training example of rollouts; scores what the loss needs.
 
@@ -345,7 +345,7 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
-      **{name: getattr(rollouts, name) for name in row_arrays.RECORDED},
+      **attributes.of(rollouts, row_arrays.RECORDED),
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,

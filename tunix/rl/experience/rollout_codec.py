@@ -23,7 +23,7 @@ from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.outcomes import Failed, TimedOut, Value
 from tunix.rl.reward.rewards import RewardOutput
-from tunix.utils import array_codec
+from tunix.utils import array_codec, attributes
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
 
@@ -34,8 +34,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
   Raises:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
-  out = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(rollouts)}
-  out = without_unknown(out)
+  out = without_unknown(attributes.of_fields(rollouts))
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),
@@ -90,7 +89,7 @@ def _checked(value: object) -> Any:
 
 
 def _episode(episode: Episode, *, keeps_arrays: bool = False) -> dict[str, Any]:
-  out = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
+  out = attributes.of_fields(episode)
   del out["environment"]
   return out | {"turns": [_turn(turn, keeps_arrays) for turn in episode.turns]}
 
@@ -106,7 +105,7 @@ def _turn(turn: Turn, keeps_arrays: bool) -> dict[str, Any]:
       saved.pop(name, None)
   action = [list(turn.action), dict(vars(turn.action))]
   out = {"prompt": turn.prompt, "action": action, **saved}
-  out |= {name: getattr(turn, name) for name in _OF_TURN}
+  out |= attributes.of(turn, _OF_TURN)
   # `logs` may hold any object; samples show its text, too.
   return out | {"logs": json.loads(json.dumps(dict(turn.logs), default=str))}
 

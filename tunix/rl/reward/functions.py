@@ -193,7 +193,7 @@ def length(
   *,
   target: int | None = None,
   maximum: int | None = None,
-  tokenizer: Any = None,
+  tokenizer: object = None,
   reasoning: Reasoning = "keep",
 ) -> RowReward:
   """Gives a reward for the length of the completion.

@@ -117,7 +117,7 @@ class Judge(Asking):
   scale: Sequence[float] = (1, 10)
   needed = ("completion",)
 
-  def __post_init__(self, sampler: Any):
+  def __post_init__(self, sampler: object):
     super().__post_init__(sampler)
     if len(self.scale) != 2 or not self.scale[0] < self.scale[1]:
       raise ValueError(f"scale is {self.scale}; expected (lowest, highest) as (1, 10)")
@@ -151,7 +151,7 @@ class PairJudge(Asking):
   against: str | None = None
   needed = ("first", "second")
 
-  def __post_init__(self, sampler: Any):
+  def __post_init__(self, sampler: object):
     super().__post_init__(sampler)
     template = verdicts.read_template(self.prompt, self.needed)
     self._use(self.prompt, template, self.against)
@@ -198,7 +198,7 @@ class Rubric(Asking):
   prompt: str | None = None
   needed = ("completion", "criterion")
 
-  def __post_init__(self, sampler: Any):
+  def __post_init__(self, sampler: object):
     super().__post_init__(sampler)
     given = [x for x in (self.criteria, self.column) if x is not None]
     if len(given) != 1:

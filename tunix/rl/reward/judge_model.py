@@ -22,7 +22,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.rl.reward.outcomes import Failed
 from tunix.sandbox.errors import MAX_MESSAGE, message_of
-from tunix.utils import checks, env
+from tunix.utils import attributes, checks, env
 from tunix.utils.optional import require
 from tunix.utils.record_file import RecordFile
 
@@ -84,10 +84,10 @@ class JudgeModel:
       retries=checks.NOT_NEGATIVE,
     )
     named = {"model": self.model, "folder": self.folder, "sampler": sampler}
-    found = [name for name, value in named.items() if value is not None]
-    if len(found) != 1:
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) != 1:
       raise ValueError(
-        f"a judge has {' and '.join(found) or 'no model'}; expected one of model (at a "
+        f"a judge has {' and '.join(given) or 'no model'}; expected one of model (at a "
         "server), folder and sampler (in this process)"
       )
     # Both raise what is missing.
@@ -96,10 +96,10 @@ class JudgeModel:
     if self.model is not None:
       require(*_PACKAGE)
       self.connection()
-    for name in ("url", "key_variable", "options"):
-      if self.model is None and getattr(self, name):
+    for name, value in attributes.of(self, ("url", "key_variable", "options")).items():
+      if self.model is None and value:
         raise ValueError(
-          f"{name} is {getattr(self, name)!r} and model is not set; only a server has "
+          f"{name} is {value!r} and model is not set; only a server has "
           f"it. Leave {name} out, or set model"
         )
     self.asker = Asker(self, sampler)
@@ -294,7 +294,7 @@ class _Kept:
     return hashlib.sha256(asked.encode()).hexdigest()
 
 
-def _answer_of(reply: Any) -> Answer:
+def _answer_of(reply: object) -> Answer:
   """Reads an answer of the server, whose form the client does not check.
 
   Raises:

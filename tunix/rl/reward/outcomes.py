@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.sandbox.errors import MAX_MESSAGE, describe
+from tunix.utils import array_codec
 
 # Largest size of a reward. Up to it, float64 tells x from x + 1, and the squares of
 # differences, of which the deviations of groups are made, fit in float32.
@@ -66,7 +67,7 @@ class PerRow:
     ]
     return signature.replace(parameters=renamed)
 
-  def __call__(self, **columns: Any) -> Any:
+  def __call__(self, **columns: object) -> Any:
     """Returns the rewards of all rows, or an awaitable of them."""
     names = [
       {"prompts": "prompt", "completions": "completion"}.get(c, c) for c in columns
@@ -111,10 +112,9 @@ def call(
     return [Failed(describe(error))] * count
 
 
-def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
+def outcomes_of(result: object, count: int) -> list[Value | Failed]:
   """Converts the result of a reward function to outcomes, one for each of the rows."""
-  if hasattr(result, "tolist"):  # arrays, and scalars of numpy, JAX and torch
-    result = result.tolist()
+  result = array_codec.as_python(result)
   if isinstance(result, (int, float)) and count == 1:
     result = [result]
   if not isinstance(result, (list, tuple)):
@@ -124,11 +124,10 @@ def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
   return [_outcome(x) for x in result]
 
 
-def _outcome(x: Any) -> Value | Failed:
+def _outcome(x: object) -> Value | Failed:
   if isinstance(x, Failed):
     return x
-  if hasattr(x, "tolist"):
-    x = x.tolist()
+  x = array_codec.as_python(x)
   if not isinstance(x, (int, float)):
     return Failed(f"returned {_shown(x)} as the row's reward, not a number")
   try:
@@ -162,7 +161,7 @@ async def _awaited(result: Any) -> Any:
   return await result
 
 
-def _wait(result: Any) -> Any:
+def _wait(result: object) -> Any:
   """Waits for an awaitable, also inside a running event loop (a notebook)."""
   try:
     asyncio.get_running_loop()

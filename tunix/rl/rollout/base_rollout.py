@@ -24,7 +24,7 @@ from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
 from tunix.rl.weights.placement import Weights
-from tunix.utils import checks, coordination, mesh as mesh_lib
+from tunix.utils import attributes, checks, coordination, mesh as mesh_lib
 
 # Seconds that a process waits for the others' completions after its own are drawn.
 _TIMEOUT_S = 3600.0
@@ -151,15 +151,15 @@ class RolloutOutput:
 
   def completions(self) -> list[Completion]:
     """Returns the completions, in the form of those of the engine."""
-    columns = {c: x for n, c in _COLUMNS.items() if (x := getattr(self, n)) is not None}
+    columns = {_COLUMNS[n]: x for n, x in attributes.known(self, _COLUMNS).items()}
     of_row = lambda i: {c: _typed(c, x[i]) for c, x in columns.items()}
     return [Completion(number=i, **of_row(i)) for i in range(len(self.text))]
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = [name for name in _COLUMNS if getattr(self, name) is not None]
-    every = [self, *others]
-    rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
+    names = attributes.known(self, _COLUMNS)
+    every = [attributes.of(out, names) for out in (self, *others)]
+    rows = {name: [x for out in every for x in out[name]] for name in names}
     return RolloutOutput(**rows, version=self.version)
 
   def with_versions(self) -> RolloutOutput:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax import nnx
+
 from tunix.generate.base_sampler import BaseSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
@@ -32,7 +34,7 @@ class EngineRollout(SamplerRollout):
     super().__init__(sampler, options)
     self._last = ""
 
-  def update_params(self, model: Any, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: Any) -> None:
     """Sends the weights, unless the engine has that version already.
 
     Raises:

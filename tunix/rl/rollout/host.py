@@ -35,7 +35,7 @@ from tunix.rl.weights import placement, policy_version
 from tunix.rl.weights.placement import Weights
 from tunix.rl.weights.policy_version import PolicyVersion
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import array_codec, mesh as mesh_lib
+from tunix.utils import array_codec, attributes, mesh as mesh_lib
 
 # Codes of `HostError`.
 OTHER_OWNER, OTHER_WEIGHTS = "other_owner", "other_weights"
@@ -75,7 +75,7 @@ class RolloutHost:
     draws: number of calls that drew, for metrics.
   """
 
-  def __init__(self, model: nnx.Module, tokenizer: Any, config: RolloutConfig):
+  def __init__(self, model: nnx.Module, tokenizer: object, config: RolloutConfig):
     self._model, self._mesh = model, mesh_lib.mesh_of(nnx.state(model))
     config = dataclasses.replace(config, engine_options={})
     with mesh_lib.use_mesh(self._mesh):
@@ -98,7 +98,7 @@ class RolloutHost:
   def methods(self) -> Mapping[str, Callable[..., Any]]:
     """The methods that may be called, by name."""
     names = "take begin part end generate open poll close stream switch"
-    return {name: getattr(self, name) for name in names.split()}
+    return attributes.of(self, names.split())
 
   def take(self, owner: str, life: str | None) -> dict[str, Any]:
     """Gives the host to a run; episodes of an earlier run are dropped.
@@ -377,7 +377,9 @@ class _Array:
     return mesh_lib.put(whole, held.sharding)
 
 
-def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[str, str]:
+def form_of(
+  model: nnx.Module, tokenizer: object, config: RolloutConfig
+) -> dict[str, str]:
   """Returns what decides tokens beside the parameters, each part as a text.
 
   They are the fields of the model's configuration, the scales of its adapters, the ids
@@ -392,12 +394,11 @@ def form_of(model: nnx.Module, tokenizer: Any, config: RolloutConfig) -> dict[st
     form["rollout.center_scores"] = str(config.center_scores)
   sizes: Any = getattr(model, "config", None)
   if dataclasses.is_dataclass(sizes):
-    for field in dataclasses.fields(sizes):
-      value = getattr(sizes, field.name)
-      if field.name == "dtype":
+    for name, value in attributes.of_fields(sizes).items():
+      if name == "dtype":
         value = jnp.dtype(value)  # one spelling of it
-      if field.name not in _OF_DEVICES:
-        form[f"model.{field.name}"] = str(value)
+      if name not in _OF_DEVICES:
+        form[f"model.{name}"] = str(value)
   for path, scale in placement.scales(model).items():
     form[f"lora scale of {path}"] = str(scale)
   return form

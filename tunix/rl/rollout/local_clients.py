@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest, Ticket
@@ -110,7 +111,7 @@ class EngineStream(EngineClient):
     config: choice of the tokens.
   """
 
-  def __init__(self, engine: Engine, model: Any, config: RolloutConfig):
+  def __init__(self, engine: Engine, model: nnx.Module, config: RolloutConfig):
     super().__init__(engine, config, None)
     self._model = model
 

@@ -38,7 +38,9 @@ class PerProcessRollout(SharedRollout, VanillaRollout):
     ValueError: the model does not suit the engine, see `engine_sampler.suits`.
   """
 
-  def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
+  def __init__(
+    self, model: nnx.Module, tokenizer: object, rollout_config: RolloutConfig
+  ):
     shardings = (x.sharding for x in jax.tree.leaves(nnx.state(model)))
     mesh: Any = next(s.mesh for s in shardings if isinstance(s, jax.NamedSharding))
     self.mesh = mesh

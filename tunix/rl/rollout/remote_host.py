@@ -127,7 +127,7 @@ class RemoteHost:
         ) from problem
       time.sleep(_LOOK_S)
 
-  def call(self, method: str, **arguments: Any) -> Any:
+  def call(self, method: str, **arguments: object) -> Any:
     """Calls a method of `RolloutHost`, and waits for its end.
 
     Raises:

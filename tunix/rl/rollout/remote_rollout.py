@@ -33,7 +33,7 @@ from tunix.rl.rollout.remote_stream import RemoteStream
 from tunix.rl.rollout.shared_rollout import SharedRollout
 from tunix.rl.weights.placement import Weights
 from tunix.sft.steps.module_state import trained_variables
-from tunix.utils import array_codec, env, mesh as mesh_lib
+from tunix.utils import array_codec, attributes, env, mesh as mesh_lib
 
 KEY = "TUNIX_API_KEY"
 _URLS = 'the addresses of the hosts, such as ["http://10.0.0.2:8700"]'
@@ -264,8 +264,7 @@ def _blocks(count: int, parts: int) -> list[range]:
 
 
 def _as_json(config: RolloutConfig) -> dict[str, Any]:
-  fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-  return array_codec.to_json(fields | {"engine_options": {}})
+  return array_codec.to_json(attributes.of_fields(config) | {"engine_options": {}})
 
 
 def _share_of(urls: Any) -> list[str]:

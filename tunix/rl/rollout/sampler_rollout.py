@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tunix.generate.base_sampler import BaseSampler
@@ -30,7 +31,7 @@ class SamplerRollout(BaseRollout):
     rollout_config: RolloutConfig,
     *,
     num_generations: int = 1,
-    seed: Any = None,
+    seed: jax.Array | int | None = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
     """Returns `num_generations` completions of each prompt; see `BaseRollout.generate`.

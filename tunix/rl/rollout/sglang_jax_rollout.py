@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flax import nnx
+
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
@@ -34,7 +36,7 @@ class SglangJaxRollout(EngineRollout):
     EngineError: no server answers.
   """
 
-  def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
+  def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
     del model
     options = take_options(rollout_config, "SGLang-JAX", _REQUIRED, _OPTIONAL)
     request = {"engine_options": options.pop("request", {})}

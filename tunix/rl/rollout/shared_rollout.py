@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 
-from tunix.generate.tokens import without_unknown
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.client import SamplingClient
 from tunix.rl.weights import local_arrays
-from tunix.utils import array_codec, coordination
+from tunix.utils import array_codec, attributes, coordination
 
 
 class SharedRollout(BaseRollout):
@@ -92,10 +91,9 @@ _ROWS = [
 
 def to_json(out: RolloutOutput) -> dict[str, Any]:
   """Returns completions as JSON, without their versions."""
-  rows = {name: getattr(out, name) for name in _ROWS}
-  return array_codec.to_json(without_unknown(rows))
+  return array_codec.to_json(attributes.known(out, _ROWS))
 
 
-def from_json(saved: dict[str, Any], version: Any) -> RolloutOutput:
+def from_json(saved: dict[str, Any], version: object) -> RolloutOutput:
   """Returns the completions of `to_json`, drawn by a version of the weights."""
   return RolloutOutput(**array_codec.from_json(saved), version=version)

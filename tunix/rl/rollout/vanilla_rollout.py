@@ -43,7 +43,9 @@ class VanillaRollout(SamplerRollout):
       that is for the padded sampler.
   """
 
-  def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
+  def __init__(
+    self, model: nnx.Module, tokenizer: object, rollout_config: RolloutConfig
+  ):
     check_options(rollout_config)
     self._arguments: tuple[Any, Any, RolloutConfig] = model, tokenizer, rollout_config
     suiting = engine_sampler.suits(model, rollout_config.gather_weights)
@@ -126,7 +128,7 @@ class VanillaRollout(SamplerRollout):
         "schedule to lagged"
       )
 
-  def update_params(self, model: nnx.Module, version: Any) -> None:
+  def update_params(self, model: nnx.Module, version: object) -> None:
     """Stores the version; the weights are in the module already.
 
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flax import nnx
+
 from tunix.generate.vllm_sampler import VllmSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
@@ -27,7 +29,7 @@ class VllmRollout(EngineRollout):
     EngineError: no server answers.
   """
 
-  def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
+  def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
     del model
     options = take_options(rollout_config, "vLLM", {"url": URL}, _OPTIONAL)
     request = {"engine_options": options.pop("request", {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 
 from tunix.generate.tokens import Completion
 from tunix.rl.rollout.client import Draw
-from tunix.utils import array_codec
+from tunix.utils import array_codec, attributes
 
 
 def draw_to_json(draw: Draw) -> dict[str, Any]:
   """Returns an action that is to be drawn as JSON."""
-  fields = {f.name: getattr(draw, f.name) for f in dataclasses.fields(draw)}
-  return _encoded(fields | {"key": seed_to_json(draw.key)})
+  return _encoded(attributes.of_fields(draw) | {"key": seed_to_json(draw.key)})
 
 
 def draw_from_json(saved: dict[str, Any]) -> Draw:

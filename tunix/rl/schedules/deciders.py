@@ -77,7 +77,7 @@ class Live:
     inbox.ends.clear()
     return decisions, True
 
-  def _add(self, *record: Any) -> None:
+  def _add(self, *record: object) -> None:
     if self._journal is not None:
       self._journal.add(*record)
 

@@ -303,7 +303,7 @@ class Greedy(Ahead):
         if prompt not in job.clients:
           self._start_group(job, prompt, key)
 
-  def _start_group(self, job: Job, prompt: int, key: Any) -> None:
+  def _start_group(self, job: Job, prompt: int, key: jax.Array) -> None:
     assert self._loop is not None
     first = prompt * self._generations
     client = GroupClient(self._loop, (job.number, prompt), key, first)

@@ -88,7 +88,7 @@ class Journal:
           f"{value}: use the settings of that run, or another folder"
         )
 
-  def add(self, *record: Any) -> None:
+  def add(self, *record: object) -> None:
     """Writes a decision."""
     self._file.append(_packed(record))
 

@@ -250,7 +250,7 @@ def put(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
     variables[path].set_value(laid_out(value, held.sharding))
 
 
-def _merged(source: Any) -> Any:
+def _merged(source: object) -> Any:
   if not isinstance(source, Transformer) or not lora_modules.adapted(source):
     raise ValueError(
       f"the adapters of {type(source).__name__} were not made by lora.apply and cannot "

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from tunix.rl.weights import local_arrays
@@ -31,7 +32,9 @@ _log = logging.getLogger(__name__)
 Move = Callable[[Any, Sharding], jax.Array]
 
 
-def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> Any:
+def reshard_pytree(
+  source: object, target: object, *, donate_input: bool = False
+) -> Any:
   """Returns the arrays of `source` with the shardings of `target`.
 
   Args:
@@ -49,7 +52,11 @@ def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> A
 
 
 def reshard_arrays(
-  arrays: Any, source_sharding: Any, target_sharding: Any, *, donate_input: bool = False
+  arrays: object,
+  source_sharding: object,
+  target_sharding: object,
+  *,
+  donate_input: bool = False,
 ) -> Any:
   """Returns arrays with the target shardings; `route` chooses the intermediate ones.
 
@@ -109,7 +116,7 @@ def reshard_model_to_mesh(
     value = node.get_value()
     declared = None if replicate else mesh_lib.declared_spec(node)
 
-    def place(x: Any, declared: Any = declared) -> NamedSharding:
+    def place(x: Any, declared: object = declared) -> NamedSharding:
       spec = () if replicate else _spec_of(x, declared)
       return mesh_lib.sharding_of_spec(spec, x.shape, mesh)
 
@@ -149,7 +156,7 @@ def _one(
 ) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):  # a plan moves nothing
     return x.update(sharding=target)
-  traced = isinstance(x, jax.core.Tracer)
+  traced = isinstance(x, Tracer)
   if not isinstance(x, jax.Array):
     return mesh_lib.put(x, target)
   if not traced and local_arrays.is_spread(x, target):
@@ -240,7 +247,7 @@ def _buffers(x: jax.Array) -> set[tuple[int, int]]:
   }
 
 
-def _leafwise(layouts: Any, arrays: Any) -> list[Sharding]:
+def _leafwise(layouts: object, arrays: object) -> list[Sharding]:
   """Returns the sharding of each leaf of `arrays`, from a tree that may be a prefix."""
 
   def is_sharding(x):
@@ -249,7 +256,7 @@ def _leafwise(layouts: Any, arrays: Any) -> list[Sharding]:
   leaves = jax.tree.broadcast(layouts, arrays, is_leaf=is_sharding)
   out = []
   for leaf in jax.tree.leaves(leaves, is_leaf=is_sharding):
-    sharding = leaf if is_sharding(leaf) else getattr(leaf, "sharding", None)
+    sharding = leaf if is_sharding(leaf) else mesh_lib.sharding_of(leaf)
     if not isinstance(sharding, Sharding):
       raise TypeError(
         f"a target is a {type(leaf).__name__}, which has no sharding: give shardings, "
@@ -264,7 +271,7 @@ def _spec_of(x: Any, declared: Any) -> Any:
 
   See `reshard_model_to_mesh`.
   """
-  sharding = getattr(x, "sharding", None)
+  sharding = mesh_lib.sharding_of(x)
   if isinstance(declared, NamedSharding):
     declared = declared.spec
   declared = tuple(declared or ())

@@ -24,7 +24,7 @@ from tunix.utils import mesh as mesh_lib
 _SPLIT, _REPLICA = "_intermediate_split", "_intermediate_replica"
 
 
-def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]:
+def route(source: object, target: Sharding, shape: Sequence[int]) -> list[Sharding]:
   """Returns the shardings that an array passes through; the last one is `target`.
 
   If each shard of one side is a union of shards of the other, no device ever holds more

@@ -66,7 +66,7 @@ class Connections:
       return host
     return str(ipaddress.ip_network((ip, 64), strict=False))
 
-  def mark(self, connection: Any, address: str | None, is_idle: bool) -> None:
+  def mark(self, connection: object, address: str | None, is_idle: bool) -> None:
     """Records whether a connection is idle.
 
     Args:
@@ -162,7 +162,7 @@ def protocol(settings: HttpSettings) -> Any:
     _end_of_header: asyncio.TimerHandle | None = None
     _address: str | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
       super().connection_made(transport)
       self._address = connections.address(self.client[0] if self.client else None)
       self._bounded = bounded(self.app, connections, self._address)

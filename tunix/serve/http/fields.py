@@ -95,7 +95,9 @@ class Fields:
       return value
     return self._refuse(field, value, "a list of token ids")
 
-  def _check_length(self, field: str, value: Any, most: int | None, what: str) -> None:
+  def _check_length(
+    self, field: str, value: object, most: int | None, what: str
+  ) -> None:
     if most is not None and isinstance(value, list) and len(value) > most:
       raise bad(
         self.name(field),

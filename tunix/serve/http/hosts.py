@@ -103,7 +103,7 @@ class Hosts:
     self._watch = asyncio.create_task(self._check_for_ever())
     return self
 
-  async def __aexit__(self, *error: Any) -> None:
+  async def __aexit__(self, *error: object) -> None:
     self._watch.cancel()
     await asyncio.gather(self._watch, return_exceptions=True)
     await self.client.aclose()

@@ -185,7 +185,7 @@ class ChatJob:
       return []
     return [self._chunk([], forms.usage(run.tickets, self._tokens))]
 
-  def _chunk(self, choices: list[Any], usage: Any, **more: Any) -> dict[str, Any]:
+  def _chunk(self, choices: list[Any], usage: object, **more: object) -> dict[str, Any]:
     usage = {"usage": usage} if self.stream.with_usage else {}
     return {**self._head("chat.completion.chunk"), "choices": choices, **usage, **more}
 

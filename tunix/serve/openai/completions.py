@@ -193,7 +193,7 @@ def _read_prompts(
   raise _wrong(prompt)
 
 
-def _wrong(prompt: Any) -> Exception:
+def _wrong(prompt: object) -> Exception:
   return bad(
     "prompt",
     f"prompt is {shown(prompt)}, expected a text, a list of texts, a list of token ids "

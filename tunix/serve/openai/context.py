@@ -191,7 +191,7 @@ class Context:
       return self.tokenizer.encode(text)
     return self.tokenizer.tokenize(text, add_eos=False).tolist()
 
-  def check_size(self, texts: Any, param: str) -> None:
+  def check_size(self, texts: object, param: str) -> None:
     """Refuses texts that cannot fit, before a tokenizer spends seconds on them.
 
     Args:

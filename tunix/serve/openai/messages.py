@@ -54,14 +54,14 @@ def _check_content(content: object, name: str) -> None:
       )
 
 
-def _check_calls(calls: Any, name: str) -> None:
+def _check_calls(calls: object, name: str) -> None:
   if not isinstance(calls, list):
     raise bad(name, f"{name} is {shown(calls)}, expected a list of tool calls")
   for i, call in enumerate(calls):
     _check_call(call, f"{name}[{i}]")
 
 
-def _check_call(call: Any, name: str) -> None:
+def _check_call(call: object, name: str) -> None:
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
     raise bad(name, f"{name} is {shown(call)}, expected a call of a function")

@@ -48,7 +48,7 @@ class Sampling:
   params: SamplingParams
   options: dict[str, Any]
 
-  def request(self, prompt: Any, max_tokens: int, **options: Any) -> EngineRequest:
+  def request(self, prompt: Any, max_tokens: int, **options: object) -> EngineRequest:
     """Returns the request of one prompt.
 
     Raises:

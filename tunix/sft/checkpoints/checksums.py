@@ -118,7 +118,7 @@ def _blocks(leaf: object, *, written: bool) -> Iterator[tuple[list[list[int]], A
       yield bounds, shard.data
 
 
-def _of_block(block: Any) -> str:
+def _of_block(block: object) -> str:
   import xxhash
 
   values = np.ascontiguousarray(block).reshape(-1)

@@ -43,7 +43,7 @@ class named_failure:
   def __enter__(self) -> None:
     return None
 
-  def __exit__(self, kind: Any, error: Any, traceback: object) -> None:
+  def __exit__(self, kind: object, error: Any, traceback: object) -> None:
     if error is None or isinstance(error, coordination.AbsentError):
       return  # the failure of another process names that process
     text = str(error)

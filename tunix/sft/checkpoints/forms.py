@@ -51,7 +51,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def of_metadata(metadata: Any) -> dict[str, Any]:
+def of_metadata(metadata: object) -> dict[str, Any]:
   """Returns the metadata of an item's arrays by name.
 
   Args:

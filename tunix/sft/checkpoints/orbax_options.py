@@ -8,9 +8,10 @@ from typing import Any
 
 from tunix.sft.checkpoints import barrier as checkpoint_barrier
 from tunix.sft.config import CheckpointOptions
+from tunix.utils import attributes
 
 
-def from_any(options: Any) -> CheckpointOptions:
+def from_any(options: object) -> CheckpointOptions:
   """Returns CheckpointOptions for any accepted kind of options.
 
   Args:
@@ -39,14 +40,14 @@ def from_any(options: Any) -> CheckpointOptions:
     "save_decision_policy",
     "create",
   }
-  for field in dataclasses.fields(options):
-    value, default = getattr(options, field.name), getattr(defaults, field.name)
-    if field.name not in supported and value != default:
+  usual = attributes.of_fields(defaults)
+  for name, value in attributes.of_fields(options).items():
+    if name not in supported and value != usual[name]:
       remedy = "Leave it out."
-      if field.name in ("best_fn", "best_mode"):
+      if name in ("best_fn", "best_mode"):
         remedy = "Use TrainingConfig.best, which keeps the best checkpoint."
       raise ValueError(
-        f"CheckpointManagerOptions.{field.name} is {value!r}, which has no counterpart "
+        f"CheckpointManagerOptions.{name} is {value!r}, which has no counterpart "
         f"in tunix.sft.config.CheckpointOptions. {remedy}"
       )
   cadence: dict[str, Any] = {"save_every_n_steps": options.save_interval_steps}
@@ -90,7 +91,9 @@ class _Keep:
   newest: int | None
   best: Callable[[], int | None]
 
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: object
+  ) -> list[bool]:
     del context
     return kept([info.step for info in checkpoints], self.newest, self.best())
 

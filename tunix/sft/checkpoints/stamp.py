@@ -28,7 +28,7 @@ _MIX = 0x7FEB352D, 0x846CA68B
 _AGAIN = 0x2C1B3C6D
 
 
-def content_stamp(arrays: Any) -> str:
+def content_stamp(arrays: object) -> str:
   """Returns a 128-bit stamp, in hex, of the names, shapes, dtypes and bits of a pytree.
 
   A change of one element always changes the stamp; another change is missed with a
@@ -57,7 +57,7 @@ def content_stamp(arrays: Any) -> str:
   return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def leaf_stamps(arrays: Any) -> dict[str, str]:
+def leaf_stamps(arrays: object) -> dict[str, str]:
   """Returns the stamp of each leaf, without its name, by dotted path.
 
   Raises:

@@ -34,14 +34,14 @@ def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Pa
   """
 
   @functools.wraps(loss_fn)  # its options are read from its signature
-  def loss(*columns: Any, **options: Any) -> PairLoss:
+  def loss(*columns: object, **options: object) -> PairLoss:
     out = loss_fn(*columns, **options)
     return PairLoss(*out) if has_aux else PairLoss(out, {})
 
   return loss
 
 
-def checked_config(config: Any, kind: type[CompletionsConfig]) -> Any:
+def checked_config(config: object, kind: type[CompletionsConfig]) -> Any:
   """Returns the config, or the default one of its kind for None.
 
   Raises:
@@ -82,7 +82,7 @@ def without_gradient(
     model.eval()
     return score(model, batch)
 
-  def run(batch: Any) -> Any:
+  def run(batch: object) -> Any:
     module.refresh()
     placed = sharding_utils.shard_input(batch, axes)
     state = (module.params, module.frozen, module.rest)

@@ -32,6 +32,7 @@ from tunix.sft.dpo.preference_config import (
   PreferenceConfig,
 )
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
+from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
@@ -102,9 +103,9 @@ class DPOTrainer(PeftTrainer):
     self,
     model: nnx.Module,
     ref_model: nnx.Module | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: DPOTrainingConfig | None = None,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     *,
     reference_logps: PrecomputedLogps | None = None,
     metrics_logger: MetricsLogger | None = None,
@@ -166,9 +167,9 @@ class DPOTrainer(PeftTrainer):
       "shared_prompt": self.training_config.shared_prompt,
       "reference_logps": self._logps is not None,
     }
-    if found := [name for name, is_set in options.items() if is_set]:
+    if used := [name for name, is_set in options.items() if is_set]:
       raise ValueError(
-        f"{found[0]} is set and the pairs of the batch share rows (it has the field "
+        f"{used[0]} is set and the pairs of the batch share rows (it has the field "
         "'sequence'); expected rows of one pair. Set data.pad_to=longest, or build the "
         "batches without shared_rows"
       )
@@ -209,11 +210,11 @@ class DPOTrainer(PeftTrainer):
       lambda scores: preference.coupled_coefficients(loss, scores, **options)
     )
 
-  def _score(self, model: nnx.Module, batch: Any) -> PairScores:
+  def _score(self, model: nnx.Module, batch: object) -> PairScores:
     return _scores(model, batch, self.training_config.shared_prompt)
 
   def _train_step(
-    self, model: nnx.Module, batch: Any
+    self, model: nnx.Module, batch: object
   ) -> tuple[WeightedSum, dict[str, Any]]:
     return self._configured_step()(model, batch)
 
@@ -283,7 +284,7 @@ class ORPOTrainer(DPOTrainer):
     self,
     model: nnx.Module,
     ref_model: nnx.Module | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: DPOTrainingConfig | None = None,
     tokenizer: Any = None,
     **more: Any,
@@ -302,7 +303,7 @@ OrpoTrainer, OrpoTrainingConfig = ORPOTrainer, ORPOTrainingConfig
 
 
 def process_dpo_record(
-  record: object, tokenizer: Any, max_prompt_length: int, max_response_length: int
+  record: object, tokenizer: object, max_prompt_length: int, max_response_length: int
 ) -> TrainingInput:
   """Tokenizes one pair, or a batch of pairs; for a map over a dataset.
 

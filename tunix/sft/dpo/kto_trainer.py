@@ -27,10 +27,12 @@ from tunix.sft.dpo import completions
 from tunix.sft.dpo.completions import completion_logps, weigh
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
+from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.steps.shared_steps import Call
 from tunix.sft.steps.train_step import BatchLoss
+from tunix.utils import attributes
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
@@ -98,7 +100,7 @@ class KTOConfig(CompletionsConfig):
   def loss_options(self) -> dict[str, float]:
     """The keyword arguments of the loss."""
     names = ("beta", "desirable_weight", "undesirable_weight")
-    return {name: getattr(self, name) for name in names}
+    return attributes.of(self, names)
 
 
 class KTOTrainer(PeftTrainer):
@@ -133,9 +135,9 @@ class KTOTrainer(PeftTrainer):
     self,
     model: nnx.Module,
     ref_model: nnx.Module | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: KTOConfig | None = None,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     *,
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: NoopTracer | None = None,
@@ -211,11 +213,11 @@ class KTOTrainer(PeftTrainer):
     axes = self.training_config.data_sharding_axis
     return completions.without_gradient(self._module, self._score, axes)
 
-  def _score(self, model: nnx.Module, batch: Any) -> jax.Array:
+  def _score(self, model: nnx.Module, batch: object) -> jax.Array:
     return _logps(model, batch)
 
   def _train_step(
-    self, model: nnx.Module, batch: Any
+    self, model: nnx.Module, batch: object
   ) -> tuple[WeightedSum, dict[str, Any]]:
     return _step(model, batch, loss=self._kto_loss)
 

@@ -102,7 +102,7 @@ class PrecomputedLogps:
     model: nnx.Module,
     batches: Iterable[Any],
     config: DPOTrainingConfig | None = None,
-    tokenizer: Any = None,
+    tokenizer: object = None,
   ) -> PrecomputedLogps:
     """Scores all pairs of the data, and writes those that are not stored yet.
 

@@ -51,7 +51,7 @@ class CompletionsConfig(TrainingConfig):
         f"bad_rows is {self.bad_rows!r}; expected one of {list(get_args(BadRows))}"
       )
 
-  def text_options(self, tokenizer: Any) -> TextOptions:
+  def text_options(self, tokenizer: object) -> TextOptions:
     """Returns the options that turn batches of text into rows of tokens.
 
     Args:

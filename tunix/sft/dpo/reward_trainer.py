@@ -13,6 +13,7 @@ from flax import nnx
 from tunix.data import batches
 from tunix.data.batches import PAIR, Rows
 from tunix.generate import scoring
+from tunix.models import calling
 from tunix.ops.reductions import WeightedSum
 from tunix.ops.reward_loss import bradley_terry
 from tunix.perf.trace import NoopTracer
@@ -20,6 +21,7 @@ from tunix.sft.dpo import completions
 from tunix.sft.dpo.completions import completion_rows, weigh
 from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.preference_config import CompletionsConfig
+from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.steps.shared_steps import Call
@@ -71,14 +73,14 @@ class RewardTrainer(PeftTrainer):
   def __init__(
     self,
     model: nnx.Module,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     training_config: RewardConfig | None = None,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     *,
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: NoopTracer | None = None,
   ):
-    scores = getattr(getattr(model, "config", None), "num_scores", 1)
+    scores = calling.config_value(model, "num_scores", 1)
     if scores != 1:
       raise ValueError(
         f"model has {scores or 'no'} scores a position; expected 1. Make it with "
@@ -111,7 +113,7 @@ class RewardTrainer(PeftTrainer):
     return {"rows": completions.token_columns(pairs), **extra}
 
   def _train_step(
-    self, model: nnx.Module, batch: Any
+    self, model: nnx.Module, batch: object
   ) -> tuple[WeightedSum, dict[str, Any]]:
     return _step(model, batch, loss=self._reward_loss)
 

@@ -126,7 +126,7 @@ class Work(Protocol):
     """Returns a context for one call of `train`; it yields the deferred signals."""
 
   @abc.abstractmethod
-  def _open(self, train_ds: Any, previous: Any) -> Source:
+  def _open(self, train_ds: object, previous: object) -> Source:
     """Returns the source of units, placed at the run's position in the data.
 
     Args:
@@ -143,16 +143,16 @@ class Work(Protocol):
     """Completes a call of `train` that was not interrupted."""
 
   @abc.abstractmethod
-  def _draw(self, source: Any) -> Any:
+  def _draw(self, source: object) -> Any:
     """Returns the next unit of `source`; None at the end of the data."""
 
   @abc.abstractmethod
-  def _learn(self, unit: Any, skip_jit: bool) -> Any:
+  def _learn(self, unit: object, skip_jit: bool) -> Any:
     """Makes the updates of one unit; advances `train_steps` and `_position`."""
 
   @abc.abstractmethod
   def _evaluate(
-    self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals
+    self, eval_ds: object, skip_jit: bool, signals: DeferredSignals
   ) -> Mapping[str, float] | None:
     """Returns metrics by name; None if there is no evaluation data."""
 
@@ -204,7 +204,7 @@ class Run:
     self._is_training = False
     self._cadence_checked_until = 0  # the last step that `_save_is_due` has looked at
 
-  def train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> TrainResult:
+  def train(self, train_ds: object, eval_ds: object, skip_jit: bool) -> TrainResult:
     """Trains until the data, `max_steps` or patience ends; see `PeftTrainer.train`.
 
     A script that is started again repeats all of its calls of `train`. The calls that
@@ -229,7 +229,7 @@ class Run:
       self._is_training = False
     return self._result()
 
-  def _train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
+  def _train(self, train_ds: object, eval_ds: object, skip_jit: bool) -> None:
     work = self._work
     self._checkpoints.check_open()
     if self._calls < work._position.calls:
@@ -344,14 +344,14 @@ class Run:
         _log.warning("after step %d: %s", self._work.train_steps, note)
       self._doubted.add(metric)
 
-  def _draw(self, source: Any) -> Any:
+  def _draw(self, source: object) -> Any:
     if self.is_finished:
       return None
     with self._tracer.span_group("data"), coordination.alone("its data"):
       return self._work._draw(source)
 
   def _evaluate_if_due(
-    self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals, *, last: bool
+    self, eval_ds: object, skip_jit: bool, signals: DeferredSignals, *, last: bool
   ) -> None:
     step, position = self._work.train_steps, self._work._position
     done, every = position.evaluated_at, self.config.eval_every_n_steps

@@ -14,11 +14,13 @@ from tunix.perf.trace import NoopTracer, make_tracer
 from tunix.sft.config import TrainingConfig
 from tunix.sft.steps import shared_steps
 
+Optimizer = optax.GradientTransformation | nnx.Optimizer
+
 # Metrics that the trainer itself reports.
 _RESERVED_METRICS = {"loss", "grad_norm"}
 
 
-def check_kinds(model: nnx.Module, config: Any) -> None:
+def check_kinds(model: object, config: object) -> None:
   """Refuses a model and a config of the wrong type.
 
   Raises:
@@ -37,7 +39,7 @@ def check_kinds(model: nnx.Module, config: Any) -> None:
 
 
 def resolve_optimizer(
-  optimizer: Any, config: TrainingConfig
+  optimizer: Optimizer | None, config: TrainingConfig
 ) -> optax.GradientTransformation:
   """Returns the optax transformation of a trainer.
 
@@ -74,12 +76,12 @@ def resolve_optimizer(
 
 
 @functools.lru_cache(maxsize=shared_steps.MOST)
-def _adamw(learning_rate: Any) -> optax.GradientTransformation:
+def _adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
   """Returns one object for equal rates, so that trainers can share compiled steps."""
   return optax.adamw(learning_rate)
 
 
-def resolve_tracer(tracer: Any, config: TrainingConfig) -> NoopTracer:
+def resolve_tracer(tracer: NoopTracer | None, config: TrainingConfig) -> NoopTracer:
   """Returns the tracer of a trainer: the given one, or one made from the config.
 
   Raises:
@@ -100,7 +102,7 @@ def resolve_tracer(tracer: Any, config: TrainingConfig) -> NoopTracer:
   return tracer
 
 
-def named_metrics(aux: Any) -> dict[str, Any]:
+def named_metrics(aux: object) -> dict[str, Any]:
   """Checks the metrics of a loss or of a subclass.
 
   Args:

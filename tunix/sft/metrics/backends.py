@@ -29,7 +29,7 @@ class LoggingBackend(Protocol):
   flush.
   """
 
-  def log_scalar(self, event: str, value: object, **kwargs: Any) -> None:
+  def log_scalar(self, event: str, value: object, **kwargs: object) -> None:
     """Takes one value of `event` ("prefix/mode/name"); `step` is a keyword."""
 
   def close(self) -> None:
@@ -154,7 +154,7 @@ class TensorboardBackend:
     if writer is not None:
       writer.close()
 
-  def _write(self, step: int, **content: Any) -> None:
+  def _write(self, step: int, **content: object) -> None:
     purpose, package = "logging to TensorBoard", "tensorboardX"
     proto = optional.require("tensorboardX.proto.event_pb2", purpose, package)
     if self._writer is None:

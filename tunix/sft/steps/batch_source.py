@@ -63,7 +63,7 @@ class BatchSource:
     """Forgets the drawn batches, so that `go_back` cannot pass this place."""
     self._taken = []
 
-  def continues(self, dataset: Any) -> bool:
+  def continues(self, dataset: object) -> bool:
     """Returns True if `dataset` is the generator that this source draws from.
 
     A generator cannot be restarted and has no state to restore, so a further call of

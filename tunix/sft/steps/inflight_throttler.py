@@ -26,7 +26,7 @@ class InflightThrottler:
     self._max_inflight = max_inflight
     self._computations: collections.deque[Any] = collections.deque()
 
-  def add_computation(self, computation: Any) -> None:
+  def add_computation(self, computation: object) -> None:
     """Adds a dispatched computation.
 
     Args:

@@ -102,7 +102,7 @@ def _completed(state: Any, iterator: Any, is_bytes: bool) -> Any:
   return json.dumps(value) if is_bytes else value
 
 
-def _short(state: Any, warn: bool) -> Any:
+def _short(state: object, warn: bool) -> Any:
   def one(text: str) -> str:
     if warn and len(text) > _LONGEST:
       _log.warning(

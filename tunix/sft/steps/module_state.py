@@ -127,7 +127,7 @@ def _check_trainable(model: nnx.Module, params: Arrays) -> None:
       )
 
 
-def _check_alive(arrays: Any) -> None:
+def _check_alive(arrays: object) -> None:
   if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arrays)):
     raise RuntimeError(
       "the model's arrays are gone: an update failed on the device after the arrays "
@@ -241,7 +241,7 @@ class ModuleState:
     return node, last
 
 
-def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
+def _on_mesh(x: jax.Array, spec: object, mesh: Mesh) -> jax.Array:
   """Returns an array on the mesh, sharded by `spec`.
 
   An array that is already sharded over the mesh keeps its sharding. An array that is

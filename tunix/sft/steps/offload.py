@@ -35,7 +35,7 @@ def check(mesh: jax.sharding.Mesh | None) -> None:
     )
 
 
-def layout(opt_state: optax.OptState, shardings: Any) -> Any:
+def layout(opt_state: optax.OptState, shardings: object) -> Any:
   """Returns shardings that place an optimizer's state in host memory.
 
   Args:
@@ -51,11 +51,11 @@ def layout(opt_state: optax.OptState, shardings: Any) -> Any:
 
 def is_on_host(x: object) -> bool:
   """Returns True if an array, or a shape with a sharding, is in host memory."""
-  sharding = getattr(x, "sharding", None)
+  sharding = mesh_lib.sharding_of(x)
   return sharding is not None and sharding.memory_kind == _HOST
 
 
-def on_device(arrays: Any) -> Any:
+def on_device(arrays: object) -> Any:
   """Returns arrays, or shapes, with those in host memory moved to their devices."""
 
   def moved(x: Any) -> Any:
@@ -67,7 +67,7 @@ def on_device(arrays: Any) -> Any:
 
 
 def updated_on_device(
-  tx: optax.GradientTransformation, shardings: Any
+  tx: optax.GradientTransformation, shardings: object
 ) -> optax.GradientTransformation:
   """Returns `tx` for a state in host memory, which it updates on the device.
 
@@ -76,7 +76,7 @@ def updated_on_device(
     shardings: shardings of its state, from `layout`.
   """
 
-  def moved(state: Any, kind: str) -> Any:
+  def moved(state: object, kind: str) -> Any:
     return jax.tree.map(
       lambda x, sharding: (
         jax.device_put(x, sharding.with_memory_kind(kind))

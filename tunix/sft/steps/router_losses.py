@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -84,6 +82,6 @@ def added(loss: WeightedSum, logs: Logs) -> tuple[WeightedSum, dict[str, Weighte
   return WeightedSum(total, loss.weight), metrics
 
 
-def _mean(value: jax.Array, weight: Any) -> WeightedSum:
+def _mean(value: jax.Array, weight: object) -> WeightedSum:
   weight = jnp.asarray(weight, jnp.float32)
   return WeightedSum(value * weight, weight)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.sft import best as best_lib
 from tunix.sft.steps.module_state import Skeleton
-from tunix.utils import mesh as mesh_lib, tree
+from tunix.utils import attributes, mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
 
@@ -45,7 +45,7 @@ class RunState:
 
   def arrays(self) -> dict[str, Arrays]:
     """Returns the fields with at least one array, by name."""
-    parts = {name: getattr(self, name) for name in ARRAYS}
+    parts = attributes.of(self, ARRAYS)
     return {name: part for name, part in parts.items() if part}
 
 
@@ -151,14 +151,14 @@ def flatten_optimizer(opt_state: optax.OptState) -> Arrays:
   return tree.nest(tree.flatten(opt_state))
 
 
-def unflatten_optimizer(saved: Arrays, like: Any) -> Any:
+def unflatten_optimizer(saved: Arrays, like: object) -> Any:
   """Returns nested dicts of arrays in the structure of `like`."""
   flat = tree.flatten(saved)
   names = list(tree.flatten(like))
   return jax.tree.structure(like).unflatten([flat[name] for name in names])
 
 
-def _optimizer_arrays(optimizer: Any) -> Any:
+def _optimizer_arrays(optimizer: object) -> Any:
   if isinstance(optimizer, (int, float, str)):
     raise TypeError(
       f"optimizer is {optimizer!r}; expected an nnx.Optimizer or the state of an optax "
@@ -169,7 +169,7 @@ def _optimizer_arrays(optimizer: Any) -> Any:
   return optimizer
 
 
-def of_module(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
+def of_module(model: nnx.Module, optimizer: object, only_lora: bool) -> RunState:
   """Returns the state of a module and, if it is given, of an optimizer.
 
   Args:
@@ -198,7 +198,7 @@ def of_module(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
 
 
 def load_into(
-  model: nnx.Module, optimizer: Any, state: RunState, only_lora: bool
+  model: nnx.Module, optimizer: nnx.Optimizer | None, state: RunState, only_lora: bool
 ) -> None:
   """Sets the variables of a module, and of an nnx.Optimizer, in place."""
   skeleton = Skeleton(model)

@@ -26,6 +26,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.utils import attributes
+
 MOST = 8
 _OWN = ("tunix", "flax", "jax", "jaxlib", "numpy", "builtins", "ml_dtypes")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.dtype)
@@ -52,16 +54,16 @@ class Call:
   options: tuple[tuple[str, Any], ...] = ()
 
   @classmethod
-  def of(cls, function: Callable[..., Any], **options: Any) -> Call:
+  def of(cls, function: Callable[..., Any], **options: object) -> Call:
     """Returns a call with these keyword arguments."""
     return cls(function, tuple(sorted(options.items())))
 
-  def __call__(self, *args: Any, **more: Any) -> Any:
+  def __call__(self, *args: object, **more: object) -> Any:
     return self.function(*args, **dict(self.options), **more)
 
 
 def shared(
-  make: Callable[..., Any], *values: Any, tx: Any = None, layout: Any = None
+  make: Callable[..., Any], *values: object, tx: object = None, layout: object = None
 ) -> Any:
   """Returns `make(*values, tx, layout)`, a jitted step, without `tx` if it is None.
 
@@ -115,8 +117,8 @@ def is_comparable(value: object) -> bool:
   if isinstance(value, _COMPARED):
     return True
   if dataclasses.is_dataclass(value) and _is_own(type(value)):
-    fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return _is_hashable(value) and all(map(is_comparable, fields))
+    fields = attributes.of_fields(value)
+    return _is_hashable(value) and all(map(is_comparable, fields.values()))
   return False
 
 

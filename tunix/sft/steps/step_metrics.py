@@ -374,7 +374,7 @@ def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:
 
 
 def matmul_params(
-  params: Any, frozen: Any, experts_share: float = 1.0
+  params: object, frozen: object, experts_share: float = 1.0
 ) -> tuple[int, int]:
   """Counts the parameters of the matrices that multiply every token.
 

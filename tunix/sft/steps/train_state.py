@@ -183,7 +183,7 @@ class TrainState:
     module.replace(params, rest)
     return metrics
 
-  def evaluate(self, batch: Any, skip_jit: bool) -> tuple[WeightedSum, Any]:
+  def evaluate(self, batch: object, skip_jit: bool) -> tuple[WeightedSum, Any]:
     """Dispatches the loss of a batch and its aux, without waiting for them.
 
     It computes with the arrays that the last `module.refresh` took.
@@ -209,7 +209,7 @@ class TrainState:
     state = (module.params, self.opt_state, module.rest, module.frozen)
     return programs.lower(name, step, *state, groups)
 
-  def lower_eval(self, batch: Any) -> jax.stages.Lowered:
+  def lower_eval(self, batch: object) -> jax.stages.Lowered:
     """Lowers the jitted evaluation step without running it."""
     self.module.refresh()
     module, step = self.module, self._eval_step(skip_jit=False)

@@ -18,6 +18,7 @@ from tunix.models.transformer.experts import routing
 from tunix.ops.reductions import WeightedSum, safe_divide
 from tunix.sft.steps import router_losses
 from tunix.sft.steps.module_state import Skeleton
+from tunix.utils import tree
 
 # (model, batch) -> scalar | WeightedSum | (either, dict of either)
 BatchLoss = Callable[[nnx.Module, Any], Any]
@@ -67,14 +68,14 @@ class _Sums(NamedTuple):
   gradient: Any
 
 
-def examples_in(batch: Any) -> int:
+def examples_in(batch: object) -> int:
   """Returns the first dimension of the first array that has one.
 
   Raises:
     TypeError: No array has a dimension.
   """
   for leaf in jax.tree.leaves(batch):
-    if getattr(leaf, "ndim", 0):
+    if tree.has_axes(leaf):
       return leaf.shape[0]
   raise TypeError(
     f"a batch of type {type(batch).__name__} holds no array with a batch dimension, so "
@@ -82,7 +83,7 @@ def examples_in(batch: Any) -> int:
   )
 
 
-def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
+def weigh(out: object, batch: object) -> tuple[WeightedSum, Any]:
   """Converts the return value of a loss into weighted sums.
 
   A scalar loss is taken as a mean over the micro-batch's examples, and its weight is
@@ -124,7 +125,7 @@ def _as_sum(leaf: object, weight: jax.Array) -> WeightedSum:
   return WeightedSum(jnp.asarray(leaf, jnp.float32) * weight, weight)
 
 
-def map_sums(function: Callable[[Any], Any], aux: Any) -> Any:
+def map_sums(function: Callable[[Any], Any], aux: object) -> Any:
   """Applies a function to every leaf of aux; a WeightedSum is one leaf."""
   return jax.tree.map(function, aux, is_leaf=lambda x: isinstance(x, WeightedSum))
 

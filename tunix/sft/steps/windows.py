@@ -13,7 +13,7 @@ from tunix.sft import sharding_utils
 from tunix.sft.config import TrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.steps.train_step import Group, examples_in
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import attributes, mesh as mesh_lib, tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Window:
   data_state: dict[str, Any] | None
 
 
-def field(batch: Any, name: str) -> Any:
+def field(batch: object, name: str) -> Any:
   """Returns a field of a batch; None if the batch has no field of that name."""
   return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
-def as_pytree(batch: Any) -> Any:
+def as_pytree(batch: object) -> Any:
   """Returns the batch as a pytree: a dataclass unknown to JAX becomes a dict.
 
   Raises:
@@ -48,7 +48,7 @@ def as_pytree(batch: Any) -> Any:
   """
   if _is_plain_dataclass(batch):
     batch = batch_fields(batch)
-  if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(batch)):
+  if not any(map(tree.is_array, jax.tree.leaves(batch))):
     raise TypeError(
       f"a batch of type {type(batch).__name__} holds no arrays; expected a "
       "TrainingInput, a dict or another pytree. Convert the batch in _prepare_inputs."
@@ -56,7 +56,7 @@ def as_pytree(batch: Any) -> Any:
   return batch
 
 
-def _is_plain_dataclass(batch: Any) -> bool:
+def _is_plain_dataclass(batch: object) -> bool:
   """Returns True for a dataclass that JAX does not know as a pytree."""
   if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
     return False
@@ -70,14 +70,14 @@ def until_none(draw: Callable[[], Any]) -> Iterator[Any]:
     yield batch
 
 
-def pad_rows(batch: Any, rows: int) -> Any:
+def pad_rows(batch: object, rows: int) -> Any:
   """Appends rows of zeros (mask 0, segment 0) until the batch has `rows` rows."""
   missing = rows - examples_in(batch)
   if missing <= 0:
     return batch
 
   def pad(leaf):
-    if not getattr(leaf, "ndim", 0):
+    if not tree.has_axes(leaf):
       return leaf
     return np.pad(np.asarray(leaf), [(0, missing)] + [(0, 0)] * (leaf.ndim - 1))
 
@@ -91,8 +91,8 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
     ValueError: The number of rows is no multiple of `parts`, or pairs share rows.
   """
   if _is_plain_dataclass(batch):
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return [dataclasses.replace(batch, **part) for part in split_rows(fields, parts)]
+    parts_of_fields = split_rows(attributes.of_fields(batch), parts)
+    return [dataclasses.replace(batch, **part) for part in parts_of_fields]
   if parts > 1 and field(batch, "sequence") is not None:
     raise ValueError(
       f"the pairs of a global batch share rows, which cannot be cut into {parts} "
@@ -109,13 +109,13 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
 
   def cut(i):
     return jax.tree.map(
-      lambda x: x[i * size : (i + 1) * size] if getattr(x, "ndim", 0) else x, batch
+      lambda x: x[i * size : (i + 1) * size] if tree.has_axes(x) else x, batch
     )
 
   return [batch] if parts == 1 else [cut(i) for i in range(parts)]
 
 
-def cut(batch: Any, parts: int) -> list[Any]:
+def cut(batch: object, parts: int) -> list[Any]:
   """Cuts a global batch into micro-batches; a single one may be any object.
 
   Raises:

@@ -38,7 +38,7 @@ class Result:
     fields = {name: meta[name] for name in ("values", "error", "category")}
     return cls(**fields, arrays=arrays)
 
-  def record(self, **key: Any) -> bytes:
+  def record(self, **key: object) -> bytes:
     """Returns the record for a journal, with a key for the reader."""
     meta = {"type": "result", **key, "values": dict(self.values)}
     meta |= {"error": self.error, "category": self.category}
@@ -59,7 +59,7 @@ class Result:
     return _OVERHEAD + sum(x.nbytes for x in self.arrays.values())
 
 
-def start_record(count: int, **key: Any) -> bytes:
+def start_record(count: int, **key: object) -> bytes:
   """Returns the record for a journal of the starts of a request so far."""
   return array_codec.to_bytes({"type": "start", **key, "count": count}, {})
 

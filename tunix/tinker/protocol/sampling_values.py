@@ -77,7 +77,7 @@ def check(
   }
 
 
-def _stops(stop: Any) -> dict[str, Any]:
+def _stops(stop: object) -> dict[str, Any]:
   """Returns `stop_ids` and `stop_strings` of a request: a text, texts, or ids."""
   stops = [stop] if isinstance(stop, str) else stop
   if stops is None or stops == []:

@@ -190,7 +190,7 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
   )
 
 
-def _row_from_json(datum: Any) -> Row:
+def _row_from_json(datum: object) -> Row:
   if not isinstance(datum, dict):
     raise TinkerError(f"a datum is a {type(datum).__name__}; expected a JSON object")
   inputs = fields.table(datum, "loss_fn_inputs")
@@ -237,7 +237,7 @@ def _tensor_from_json(name: str, value: Any) -> np.ndarray | Sparse:
   return Sparse(numbers, starts, columns, value.get("shape"))
 
 
-def _numbers(name: str, values: Any, dtype: np.dtype) -> np.ndarray:
+def _numbers(name: str, values: object, dtype: np.dtype) -> np.ndarray:
   try:
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
       raise ValueError("no numbers")

@@ -62,7 +62,7 @@ class Op:
     tokens, rows = next(sizes, 0), next(sizes, 0)
     return _REQUEST_TOKENS + tokens + _ROW_TOKENS * rows
 
-  def record(self, **key: Any) -> bytes:
+  def record(self, **key: object) -> bytes:
     """Returns the record for a journal, with a key for the reader."""
     meta = {"type": "op", **key, "kind": self.kind, "args": dict(self.args)}
     return array_codec.to_bytes(meta, self.arrays)

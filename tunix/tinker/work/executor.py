@@ -17,6 +17,7 @@ from tunix.tinker.protocol.results import Result
 from tunix.tinker.state import checkpoints
 from tunix.tinker.state.checkpoints import Checkpoints, Place
 from tunix.tinker.state.runs import Op, Run
+from tunix.utils import attributes
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,9 +87,7 @@ class Executor:
   def _load(self, run: Run, op: Op) -> Result:
     place = checkpoints.parse(op.args["path"])
     meta = self._store.meta(place)
-    spec = {"rank": run.spec.rank} | {
-      name: getattr(run.spec, name) for name in ("train_attn", "train_mlp")
-    }
+    spec = attributes.of(run.spec, ("rank", "train_attn", "train_mlp"))
     if meta["spec"] != spec:
       raise TinkerError(
         f"the checkpoint {place} has the adapter {meta['spec']}; expected {spec}, that "

@@ -50,7 +50,7 @@ def _check_size(what: str, count: int, most: int) -> None:
     )
 
 
-def check_optimizer(config: Any) -> None:
+def check_optimizer(config: object) -> None:
   """Refuses other optimizers than AdamW.
 
   Raises:
@@ -64,7 +64,7 @@ def check_optimizer(config: Any) -> None:
     )
 
 
-def update(params: Any) -> Op:
+def update(params: object) -> Op:
   """Returns an AdamW update, given the fields of `AdamParams`."""
   check_optimizer(params)
   try:

@@ -7,7 +7,6 @@ for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tunix.tinker.errors import TinkerError
 from tunix.tinker.learning import data
@@ -92,7 +91,7 @@ class TrainingRequests:
 
     return self.submit(tenant, model, number, make)
 
-  def optim_step(self, tenant: str, model: str, number: int, params: Any) -> str:
+  def optim_step(self, tenant: str, model: str, number: int, params: object) -> str:
     """Queues an AdamW update with the gradients since the last one."""
 
     return self.submit(tenant, model, number, lambda: operations.update(params))

@@ -24,7 +24,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.adapters import files as adapter_files
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reward.rewards import RewardManager
-from tunix.utils import checks, terminal
+from tunix.utils import attributes, checks, terminal
 from tunix.utils.setting import setting
 
 _DESCRIPTION = """\
@@ -94,12 +94,13 @@ class EvalOptions(Samples, ModelOptions):
       workers=checks.NOT_NEGATIVE,
     )
     super().__post_init__()
+    values = attributes.of_fields(self)
     for user, names in _USERS.items():
       for name in names:
-        if getattr(self, user) is None and getattr(self, name):
+        if values[user] is None and values[name]:
           raise ValueError(f"{name} has no effect without --{user}; omit it")
     for name in ("pass_at", "weights", "workers", "threshold"):
-      if getattr(self, name) is not None and not self.reward:
+      if values[name] is not None and not self.reward:
         raise ValueError(f"{name} has no effect without --reward; omit it")
     if self.max_length is not None and self.data is None and self.pairs is None:
       raise ValueError("max_length has no effect without --data or --pairs; omit it")
@@ -208,8 +209,8 @@ def _evaluate(
 
 def _check_model(args: EvalOptions, model: Transformer) -> None:
   """Refuses a reward model where a language model is needed."""
-  for name in ("data", "prompts"):
-    if getattr(args, name) is not None and model.config.num_scores is not None:
+  for name in attributes.known(args, ("data", "prompts")):
+    if model.config.num_scores is not None:
       raise ValueError(
         f"--{name} needs a language model, but {args.model} is a reward model; use it "
         "with --pairs"
@@ -233,8 +234,8 @@ def _ks(args: EvalOptions) -> list[int]:
 def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
   """Refuses processes whose arguments or files differ."""
   about = _about(args)
-  models = {name: getattr(args, name) for name in ("model", "reference")}
-  files = about["sha256"] | fingerprints.of_models(models)
+  models = fingerprints.of_models(attributes.of(args, ("model", "reference")))
+  files = about["sha256"] | models
   if args.adapter is not None:
     folder = pathlib.Path(args.adapter)
     files["adapter"] = fingerprints.of_file(str(folder / adapter_files.WEIGHTS_FILE))
@@ -243,11 +244,8 @@ def _compare(args: EvalOptions, settings: DistributedSettings) -> None:
 
 def _about(args: EvalOptions) -> dict[str, Any]:
   """Returns the version, the arguments, and the digests of the files."""
-  files = {
-    name: fingerprints.of_file(getattr(args, name))
-    for name in ("data", "pairs", "prompts")
-    if getattr(args, name) is not None
-  }
+  paths = attributes.known(args, ("data", "pairs", "prompts"))
+  files = {name: fingerprints.of_file(path) for name, path in paths.items()}
   arguments = dataclasses.asdict(args)
   return {"tunix": tunix.__version__, "arguments": arguments, "sha256": files}
 

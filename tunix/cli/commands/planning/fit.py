@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tunix.cli.settings.run import RunSettings
 from tunix.models.lora import LoraConfig
 
 # Settings -> peak bytes of a device in the train step. Each call compiles the step.
@@ -26,7 +27,7 @@ class Fit:
 
 
 def largest_micro_batch(
-  config: Any, shards: int, memory: float, peak: Peak
+  config: RunSettings, shards: int, memory: float, peak: Peak
 ) -> Fit | None:
   """Returns the largest micro-batch that fits; None: not even the smallest fits.
 
@@ -48,7 +49,9 @@ def largest_micro_batch(
   return best
 
 
-def first_remedy(config: Any, shards: int, memory: float, peak: Peak) -> Fit | None:
+def first_remedy(
+  config: RunSettings, shards: int, memory: float, peak: Peak
+) -> Fit | None:
   """Returns the first settings that fit; None: none do.
 
   Each attempt keeps the changes before it. The order is that of their costs: first

@@ -44,7 +44,7 @@ class PageLayer:
     softcap: float | None,
     window: int | None,
     sinks: Float[Array, " N"] | None = None,
-    **others: Any,
+    **others: object,
   ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
     """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
     del others  # `PagedLayer` has its own path of attention and sharding
@@ -110,12 +110,12 @@ class PageStore:
     layers = tuple(layer.pages for layer in cache.layers)
     return dataclasses.replace(self, layers=layers)
 
-  def forked(self, sources: Any) -> PageStore:
+  def forked(self, sources: jax.Array) -> PageStore:
     """Returns the store unchanged: pages of a fork are copied before a launch."""
     del sources
     return self
 
-  def _ragged(self, table: Any, places: Places) -> Ragged:
+  def _ragged(self, table: jax.Array, places: Places) -> Ragged:
     """Returns the rows of a call, with the pages of one group of layers."""
     slots, own = table.shape[0], table.shape[0] * places.width
     groups = []
@@ -129,7 +129,9 @@ class PageStore:
     return Ragged(tuple(groups))
 
   @staticmethod
-  def _group(table: Any, positions: Any, is_valid: Any, *, width: int) -> Group:
+  def _group(
+    table: jax.Array, positions: jax.Array, is_valid: jax.Array, *, width: int
+  ) -> Group:
     """Returns rows of `width` tokens, in which valid tokens come before padding."""
 
     def rows(x):
@@ -143,7 +145,9 @@ class PageStore:
     )
 
 
-def copied(store: PageStore, copies: Int[Array, "n G 2"], count: Any) -> PageStore:
+def copied(
+  store: PageStore, copies: Int[Array, "n G 2"], count: jax.Array
+) -> PageStore:
   """Copies pages.
 
   Args:

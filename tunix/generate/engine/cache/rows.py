@@ -217,7 +217,7 @@ class Store:
     """Returns the store with the rows that a call of the model returned."""
     return dataclasses.replace(self, rows_k=cache.k, rows_v=cache.v)
 
-  def forked(self, sources: Any) -> Store:
+  def forked(self, sources: jax.Array) -> Store:
     """Returns the store unchanged: pages of a fork are copied before a launch."""
     del sources
     return self
@@ -246,7 +246,7 @@ class RowCache:
   def replaced(self, layers: Sequence[RowLayer], tokens: int) -> RowCache:
     """Returns the cache after a call that wrote `tokens` tokens to each layer."""
     del tokens
-    k, v = (tuple(getattr(x, name) for x in layers) for name in ("k", "v"))
+    k, v = tuple(x.k for x in layers), tuple(x.v for x in layers)
     return dataclasses.replace(self, k=k, v=v)
 
 
@@ -331,7 +331,7 @@ def write_back(store: Store, writes: Int[Array, "m C"], count) -> Store:
   return Store(store.rows_k, store.rows_v, *pages, groups=store.groups)
 
 
-def _key_place(row: jax.Array, slot: Any, token: Any) -> tuple[Any, ...]:
+def _key_place(row: jax.Array, slot: jax.Array, token: jax.Array) -> tuple[Any, ...]:
   """Returns the start, in all axes, of a page's keys; `token` is its first token."""
   tile, inside = jnp.divmod(token, row.shape[4])
   return slot, 0, tile, 0, inside

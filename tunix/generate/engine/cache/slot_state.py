@@ -28,6 +28,7 @@ from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.scheduling.plan import Plan
 from tunix.generate.engine.scheduling.sequence import Sequence
+from tunix.models.transformer.model import Transformer
 
 State = Any
 # Runs rows of consecutive tokens: (state [R, ...], inputs [R, Q, ...], is_valid [R, Q])
@@ -50,7 +51,7 @@ class SlotLayer:
   state: State
   places: Places
 
-  def recur(self, step: Step, inputs: Any) -> tuple[Any, SlotLayer]:
+  def recur(self, step: Step, inputs: object) -> tuple[Any, SlotLayer]:
     """Runs the tokens of a call, each row from the state of its slot.
 
     Args:
@@ -181,7 +182,7 @@ class SlotStore:
     return SlotStore(self.inner.forked(sources), states)
 
 
-def makers_of(model: Any) -> tuple[Maker | None, ...]:
+def makers_of(model: Transformer) -> tuple[Maker | None, ...]:
   """Returns `empty_state` of each layer's mixer; None for layers with attention.
 
   Args:
@@ -191,7 +192,7 @@ def makers_of(model: Any) -> tuple[Maker | None, ...]:
   return tuple(getattr(layer.attn, "empty_state", None) for layer in layers)
 
 
-def scheduled(config: EngineConfig, model: Any) -> EngineConfig:
+def scheduled(config: EngineConfig, model: Transformer) -> EngineConfig:
   """Returns the scheduler's sizes: a model with states has no prefix cache.
 
   Raises:

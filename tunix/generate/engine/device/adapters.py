@@ -226,7 +226,7 @@ class AdapterBank:
     self._own(columns, _FREE, self.state.factors)
 
   def _empty(self, shapes_only: bool) -> BankState:
-    def make(shape: tuple[int, ...], fill: int, dtype: DTypeLike, where: Any) -> Any:
+    def make(shape: tuple[int, ...], fill: int, dtype: DTypeLike, where: object) -> Any:
       if shapes_only:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
       return jnp.full(shape, fill, dtype, device=where)

@@ -46,7 +46,7 @@ class Draft:
 
 
 def propose(
-  draft: Draft, store: Any, slots: Slots, rules: Rules, count: int
+  draft: Draft, store: object, slots: Slots, rules: Rules, count: int
 ) -> tuple[Any, Int[Array, "B D"]]:
   """Returns the cache of the draft model, and its next `count` tokens of each slot.
 
@@ -85,7 +85,7 @@ def propose(
   return store, jnp.concatenate([first[:, None], rest.T], axis=1)
 
 
-def run_along(draft: Draft, store: Any, slots: Slots, here: Blocks) -> Any:
+def run_along(draft: Draft, store: object, slots: Slots, here: Blocks) -> Any:
   """Returns the cache of the draft model after the tokens of a `mixed` round.
 
   Args:
@@ -113,7 +113,7 @@ def run_along(draft: Draft, store: Any, slots: Slots, here: Blocks) -> Any:
 
 @functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
 def catch_up(
-  draft: Draft, store: Any, history: Leaf, drafted: Leaf, until: Leaf, size: int
+  draft: Draft, store: object, history: Leaf, drafted: Leaf, until: Leaf, size: int
 ) -> Any:
   """Returns the cache of the draft model with the keys that it lacks.
 

@@ -96,7 +96,7 @@ def forward(
   graph: nnx.GraphDef[Any],
   state: nnx.State,
   slots: Slots,
-  store: Any,
+  store: object,
   rules: Rules,
   bank: Bank | None,
   blocks: Blocks,

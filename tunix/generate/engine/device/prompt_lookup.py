@@ -36,11 +36,11 @@ def propose(
   """
   if not count:
     return jnp.zeros((position.shape[0], 0), jnp.int32)
-  found = _latest(history, position - 1, _BEFORE_EDIT)
-  place = jnp.where(found >= 0, found + 1, NONE)
+  latest = _latest(history, position - 1, _BEFORE_EDIT)
+  place = jnp.where(latest >= 0, latest + 1, NONE)
   for length in reversed(_LENGTHS):
-    found = _latest(history, position, length)
-    place = jnp.where(found >= 0, found, place)
+    latest = _latest(history, position, length)
+    place = jnp.where(latest >= 0, latest, place)
   at = place[:, None] + jnp.arange(count)
   tokens = jnp.take_along_axis(history, jnp.clip(at, 0, history.shape[1] - 1), axis=1)
   return jnp.where((place[:, None] >= 0) & (at <= position[:, None]), tokens, NONE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from tunix.generate.drawing import sampling
 from tunix.generate.engine.cache.rows import Places
@@ -27,7 +28,7 @@ def round_of(blocks: Blocks, number: Leaf) -> Blocks:
 
 
 def run_model(
-  model: Any,
+  model: nnx.Module,
   bank: Bank | None,
   slots: Slots,
   store: Any,
@@ -108,7 +109,7 @@ def no_scores(
 
 
 def hidden_of(
-  model: Any, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
+  model: nnx.Module, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
 ) -> tuple[jax.Array, Any]:
   """Returns the hidden states [T, D] of a round, and the store with its keys."""
   return run_tokens(model, bank, store, tokens, places, records=False)[:2]
@@ -207,7 +208,7 @@ def watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
 
 
 def _prompt_scores(
-  model: Any, hidden: jax.Array, targets: jax.Array, tops: int
+  model: nnx.Module, hidden: jax.Array, targets: jax.Array, tops: int
 ) -> PromptOut:
   logits = logits_of(model, hidden)
   return PromptOut(

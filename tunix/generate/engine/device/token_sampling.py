@@ -58,7 +58,7 @@ class Rules:
   tops: Leaf
   uses: frozenset[str] = dataclasses.field(metadata={"static": True})
 
-  def when(self, name: str, then: Callable[[], Any], otherwise: Any) -> Any:
+  def when(self, name: str, then: Callable[[], Any], otherwise: object) -> Any:
     """Returns `then()` if the flag is True, and else `otherwise`."""
     if name not in self.uses:
       return otherwise

@@ -187,7 +187,7 @@ class DraftModel:
     store, keeper.store = keeper.store, None
     return store
 
-  def put_store(self, store: Any) -> None:
+  def put_store(self, store: object) -> None:
     """Takes the cache after a program."""
     self._kept().store = store
 

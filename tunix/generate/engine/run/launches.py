@@ -6,7 +6,6 @@ import collections
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device.state import Out
 from tunix.generate.engine.request import RequestError
 from tunix.generate.engine.run import results
+from tunix.generate.engine.run.device import Device
 from tunix.generate.engine.scheduling import matching
 from tunix.generate.engine.scheduling.draft_policy import DraftPolicy, Source
 from tunix.generate.engine.scheduling.plan import Plan
@@ -40,7 +40,7 @@ class Launches:
   def __init__(
     self,
     config: EngineConfig,
-    device: Any,
+    device: Device,
     scheduler: Scheduler,
     drafts: DraftPolicy,
     vocab_size: int,
@@ -152,6 +152,7 @@ class Launches:
         over.append((s, reason))
     self._device.write(written)
     if source == "model":
+      assert self._device.draft is not None
       self._device.draft.after(plan, running)
     for s, reason in over:
       self._end(s, reason)

@@ -12,6 +12,7 @@ from tunix.generate.engine.scheduling import matching
 from tunix.generate.engine.scheduling.plan import Block
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion, Delta, Tokens, joined
+from tunix.utils import attributes
 
 
 def take(s: Sequence, out: Out) -> tuple[int, str | None]:
@@ -85,7 +86,7 @@ def _columns(s: Sequence, out: Out, slot: int, count: int) -> dict[str, Any]:
   left = (*tops, "routes")
   columns = {n: x for n, x in columns.items() if n not in left and x is not None}
   if most := request.top_logprobs:
-    columns |= {name: getattr(chosen, name)[:, :, :most] for name in tops}
+    columns |= {n: x[:, :, :most] for n, x in attributes.of(chosen, tops).items()}
   # Copies, because a view would keep the arrays of all slots alive.
   return {name: x[slot, :count].copy() for name, x in columns.items()}
 

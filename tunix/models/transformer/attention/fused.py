@@ -232,7 +232,9 @@ def _share_of_kernel(
   return type(kernel)(*map(shard_tables, tables), **kernel.kwargs)
 
 
-def _keyword_free(kernel: Any, sinks: jax.Array | None) -> Callable[..., jax.Array]:
+def _keyword_free(
+  kernel: Callable[..., jax.Array], sinks: jax.Array | None
+) -> Callable[..., jax.Array]:
   """Returns a function of one row's queries, keys, values and optionally segment ids.
 
   One array of ids serves queries and keys. If there are two arrays, the first has the

@@ -44,7 +44,9 @@ def source_of(sources: Sources, name: Name | None) -> Any:
   return sources[name[0]] if name is not None and name[1] else None
 
 
-def after(sources: dict[str, Any], name: Name | None, written: Any) -> dict[str, Any]:
+def after(
+  sources: dict[str, Any], name: Name | None, written: object
+) -> dict[str, Any]:
   """Returns the keys and values to pass on after a layer of this kind."""
   if name is None or name[1] or name[0] not in sources:
     return sources

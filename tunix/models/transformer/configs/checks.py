@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+from tunix.utils import attributes
+
 if TYPE_CHECKING:
   from tunix.models.transformer.config import TransformerConfig
 
@@ -48,9 +50,9 @@ def check(config: TransformerConfig) -> None:
     "qk_norm": (None, "head", "all"),
     "attention": ATTENTION,
   }
-  for name, allowed in choices.items():
-    if getattr(config, name) not in allowed:
-      raise ValueError(f"{name} {getattr(config, name)!r} must be one of {allowed}")
+  for name, value in attributes.of(config, choices).items():
+    if value not in (allowed := choices[name]):
+      raise ValueError(f"{name} {value!r} must be one of {allowed}")
   _check_layer_types(config)
   _check_shared_kv(config)
   _check_products(config)
@@ -129,8 +131,6 @@ def _check_mla(config: TransformerConfig) -> None:
   want = {"head_dim": config.mla.head_dim, "num_kv_heads": config.num_heads}
   want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
   want["attention_gate"] = False
-  for name, value in want.items():
-    if getattr(config, name) != value:
-      raise ValueError(
-        f"{name} is {getattr(config, name)!r} with mla; expected {value!r}"
-      )
+  for name, value in attributes.of(config, want).items():
+    if value != want[name]:
+      raise ValueError(f"{name} is {value!r} with mla; expected {want[name]!r}")

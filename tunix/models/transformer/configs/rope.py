@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Literal
 
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 
 Scaling = Literal["linear", "llama3", "yarn", "longrope", "proportional"]
 
@@ -108,8 +108,8 @@ class RopeConfig:
       )
 
   def _check_divisors(self):
-    for name in ("short_factors", "long_factors"):
-      values = getattr(self, name)
+    tables = attributes.of(self, ("short_factors", "long_factors"))
+    for name, values in tables.items():
       if not values or len(values) != len(self.long_factors):
         raise ValueError(
           f"rope {name} has {len(values)} numbers and long_factors "

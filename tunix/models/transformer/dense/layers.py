@@ -177,6 +177,12 @@ class Linear(nnx.Module):
       self.lora_magnitude[...], column_norms(w, a, b, self.lora_scale)
     )
 
+  @property
+  def stored(self) -> nnx.Param | QuantizedKernel:
+    """The kernel as it is saved; a model that only decodes may have another form."""
+    assert not isinstance(self.kernel, TiledKernel)
+    return self.kernel
+
   def dense(self) -> jax.Array:
     """Returns the kernel as an array, dequantized if it is quantized."""
     return self.kernel[...]

@@ -93,7 +93,7 @@ class QuantizationConfig:
 
 
 def encode(
-  kernel: jax.Array, method: str, block: int, scale_dtype: Any
+  kernel: jax.Array, method: str, block: int, scale_dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
   """Quantizes a kernel and returns its codes and scales.
 

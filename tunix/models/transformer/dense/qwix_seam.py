@@ -110,7 +110,7 @@ def _stacked(values: list[Any]) -> Any:
   return nnx.data(jax.tree.map(_stacked_variable, *values, is_leaf=is_variable))
 
 
-def _stacked_variable(*variables: Any) -> Any:
+def _stacked_variable(*variables: nnx.Variable) -> nnx.Variable:
   value = jnp.stack([variable.get_value() for variable in variables])
   spec = variables[0].get_metadata().get("out_sharding")
   spec = (None, *spec) if spec is not None else (None,) * value.ndim

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Int, UInt
 
 from tunix.models.transformer.config import TransformerConfig
@@ -82,7 +83,7 @@ class RouteForm:
     return every.at[np.array(self.layers)].set(own)
 
 
-def form_of(model: Any) -> RouteForm:
+def form_of(model: nnx.Module) -> RouteForm:
   """Returns the form of a model's records.
 
   Raises:
@@ -103,7 +104,9 @@ def form_of(model: Any) -> RouteForm:
   )
 
 
-def recorded(model: Any, call: Callable[[], T]) -> tuple[T, UInt[Array, "B T M k"]]:
+def recorded(
+  model: nnx.Module, call: Callable[[], T]
+) -> tuple[T, UInt[Array, "B T M k"]]:
   """Returns the result of a function, and the routes of the model's last call in it.
 
   Args:
@@ -118,7 +121,9 @@ def recorded(model: Any, call: Callable[[], T]) -> tuple[T, UInt[Array, "B T M k
     return out, form.packed(log.choice[...])
 
 
-def replayed(model: Any, routes: UInt[Array, "B T M k"] | None) -> dict[str, jax.Array]:
+def replayed(
+  model: nnx.Module, routes: UInt[Array, "B T M k"] | None
+) -> dict[str, jax.Array]:
   """Returns the arguments of a call of the decoder that replays a record."""
   if routes is None:
     return {}

@@ -15,7 +15,7 @@ from tunix.models.transformer.hf.values import (
   table,
   text,
 )
-from tunix.utils import checks
+from tunix.utils import attributes, checks
 
 _DEFAULT_THETA = 10_000.0
 
@@ -154,9 +154,9 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["low_freq_factor"] = rope.low_freq_factor
     scaling["high_freq_factor"] = rope.high_freq_factor
   if rope.scaling == "yarn":
-    for field in _YARN:
-      if getattr(rope, field) != getattr(RopeConfig, field):
-        scaling[field] = getattr(rope, field)
+    usual = attributes.of(RopeConfig, _YARN)
+    values = attributes.of(rope, _YARN)
+    scaling |= {name: x for name, x in values.items() if x != usual[name]}
   if rope.scaling == "longrope":
     scaling["short_factor"] = list(rope.short_factors)
     scaling["long_factor"] = list(rope.long_factors)

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.paged import kernels as paged_kernels
 from tunix.models.transformer.paged.rows import Ragged
 from tunix.perf import programs
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import attributes, mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,16 @@ class Path:
 
   def refusals(self, call: Call) -> list[str]:
     """Returns the unsupported features of a call; empty if the path can run it."""
-    out = [_FEATURES[name] for name in self.lacks if getattr(call, name)]
+    lacks = attributes.of(call, self.lacks)
+    out = [_FEATURES[name] for name, is_used in lacks.items() if is_used]
     listed = {
       "platform": self.platforms,
       "dtype": self.dtypes,
       "head_dim": self.head_dims,
       "page_tokens": self.page_sizes,
     }
-    for name, allowed in listed.items():
-      value = getattr(call, name)
+    for name, value in attributes.of(call, listed).items():
+      allowed = listed[name]
       if allowed is not None and value not in allowed:
         out.append(f"{name} {value} (it takes {', '.join(map(str, allowed))})")
     most = self.head_most.get(call.dtype)
@@ -299,7 +300,7 @@ def attend(
   return jnp.where(ragged.is_valid[:, None, None], out, 0)[:, None]
 
 
-def _per_shard(run: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
+def _per_shard(run: Callable[..., Any], specs: object, out_specs: object) -> Any:
   """Returns a function that runs on the heads of each device.
 
   XLA's partitioner cannot split a kernel and would all-gather its operands.
@@ -326,6 +327,6 @@ def _page_spec(path: str, entry: object) -> PartitionSpec:
   return PartitionSpec(entry, None, None, None)
 
 
-def _head_entry(kv_heads: int, axes: tuple[str, ...], mesh: Any) -> Any:
+def _head_entry(kv_heads: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
   """Returns the PartitionSpec entry of the key heads."""
   return mesh_lib.fit_spec((axes,), (kv_heads,), mesh)[0]

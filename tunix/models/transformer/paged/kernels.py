@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +179,7 @@ def joint_layout(kv_heads: int, head_dim: int, dtype: DTypeLike) -> tuple[int, i
   return (1 if fits and padded == 128 else kv_heads), padded
 
 
-def _tpu_kernel(query, both, lengths, table, *rows: Any, **options: Any):
+def _tpu_kernel(query, both, lengths, table, *rows: object, **options: object):
   # Imported here, because Pallas takes a second to import and few programs need it.
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as lib
 

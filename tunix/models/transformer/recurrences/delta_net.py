@@ -7,8 +7,6 @@ in ops/recurrences/delta_rule.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -59,7 +57,7 @@ class GatedDeltaNet(RecurrentMixer):
     inputs = self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)
     return inputs, self.in_proj_z(x)
 
-  def recur(self, channels, rates, valid, **options: Any):
+  def recur(self, channels, rates, valid, *, state=None, starts=None):
     m, (b, a), shape = self.sizes, rates, valid.shape
     keys = m.num_key_heads * m.key_dim
     q, k, v = jnp.split(channels, (keys, 2 * keys), axis=-1)
@@ -69,7 +67,7 @@ class GatedDeltaNet(RecurrentMixer):
     beta = jnp.where(valid[..., None], jax.nn.sigmoid(b.astype(jnp.float32)), 0.0)
     form = delta_rule.recurrent if shape[1] == 1 else delta_rule.chunked
     with jax.named_scope("delta_rule"):
-      return form(q * m.key_dim**-0.5, k, v, g, beta, **options)
+      return form(q * m.key_dim**-0.5, k, v, g, beta, state=state, starts=starts)
 
   def gated(self, y, gate):
     y = self.norm(y.astype(gate.dtype)).astype(jnp.float32)

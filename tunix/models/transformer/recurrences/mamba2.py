@@ -7,8 +7,6 @@ ops/recurrences/state_space.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -52,7 +50,7 @@ class Mamba2(RecurrentMixer):
     gate, channels, rates = jnp.split(self.in_proj(x), at, axis=-1)
     return (channels, rates), gate
 
-  def recur(self, channels, rates, valid, **options: Any):
+  def recur(self, channels, rates, valid, *, state=None, starts=None):
     m, shape = self.sizes, valid.shape
     at = (m.inner_dim, m.inner_dim + m.groups * m.state_dim)
     x, b, c = jnp.split(channels, at, axis=-1)
@@ -62,9 +60,9 @@ class Mamba2(RecurrentMixer):
     dt = jnp.where(valid[..., None], dt, 0.0)
     form = state_space.recurrent if shape[1] == 1 else state_space.chunked
     with jax.named_scope("state_space"):
-      y, state = form(x, dt, self.decay_rates(), b, c, **options)
+      y, after = form(x, dt, self.decay_rates(), b, c, state=state, starts=starts)
     y = y + float32(self.skip)[:, None] * x
-    return y.reshape(*shape, -1), state
+    return y.reshape(*shape, -1), after
 
   def gated(self, y, gate):
     return self._grouped_norm(y * jax.nn.silu(gate.astype(jnp.float32)))

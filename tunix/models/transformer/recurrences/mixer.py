@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from tunix.models.transformer.config import DeltaNetConfig, Mamba2Config
+from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.recurrences import recurrence
 from tunix.models.transformer.visibility import Visibility
@@ -36,8 +38,8 @@ class RecurrentMixer(nnx.Module):
     out_proj: linear map from the heads' outputs to [D].
   """
 
-  sizes: Any
-  out_proj: Any
+  sizes: Mamba2Config | DeltaNetConfig
+  out_proj: Linear
 
   def __init__(self, make: LayerMaker, *, conv_bias: bool):
     m = self.sizes
@@ -59,9 +61,14 @@ class RecurrentMixer(nnx.Module):
     channels: Float[Array, "B T C"],
     rates: tuple[jax.Array, ...],
     valid: jax.Array,
-    **options: Any,
+    *,
+    state: jax.Array | None = None,
+    starts: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the heads' outputs and states; `options` are `state` and `starts`."""
+    """Returns the heads' outputs and states.
+
+    `state` and `starts` are those of `recurrence.Step`.
+    """
 
   @abc.abstractmethod
   def gated(self, y: jax.Array, gate: jax.Array) -> Float[Array, "B T I"]:
@@ -70,10 +77,10 @@ class RecurrentMixer(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    angles: Any,
+    angles: object,
     visible: Visibility,
-    cached: Any = None,
-    kind: Any = 0,
+    cached: object = None,
+    kind: object = 0,
   ) -> tuple[Float[Array, "B T D"], Any]:
     """Returns the output and the layer's new cache; see `recurrence.run`."""
     del angles, kind

@@ -36,7 +36,7 @@ class RowState:
 
   state: State
 
-  def recur(self, step: Callable[..., Any], inputs: Any) -> tuple[Any, RowState]:
+  def recur(self, step: Callable[..., Any], inputs: object) -> tuple[Any, RowState]:
     """Runs tokens from the state; `step` is (state, inputs, valid)."""
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     out, state = step(self.state, inputs, jnp.ones(shape, bool))
@@ -50,7 +50,7 @@ class RowState:
 def run(
   step: Step,
   empty_state: Callable[[int], State],
-  inputs: Any,
+  inputs: object,
   visible: Visibility,
   cached: Any = None,
 ) -> tuple[Any, Any]:

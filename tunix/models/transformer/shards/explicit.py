@@ -12,16 +12,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.shards import sharding
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, tree
 
 Method = Callable[..., Any]
+
+
+class Configured(Protocol):
+  """A module with the configuration of a decoder."""
+
+  config: TransformerConfig
 
 
 def auto_inside(specs: Callable[..., Any]) -> Callable[[Method], Method]:
@@ -36,7 +43,7 @@ def auto_inside(specs: Callable[..., Any]) -> Callable[[Method], Method]:
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: object, **kwargs: object) -> Any:
       mesh = jax.sharding.get_abstract_mesh()
       if mesh.empty or not mesh_lib.is_explicit(mesh):
         return method(self, *args, **kwargs)
@@ -57,7 +64,7 @@ def _run(
   leaves, form = jax.tree.flatten((bound.args[1:], bound.kwargs))
   # Leaves without a shape are options (numbers, strings, booleans). They must stay
   # Python values, so only the arrays are arguments of the traced call.
-  places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+  places = [i for i, leaf in enumerate(leaves) if tree.is_array(leaf)]
 
   def inside(params, rest, arrays):
     inputs = list(leaves)
@@ -78,7 +85,7 @@ def _run(
   return result
 
 
-def row_spec(model: nnx.Module, *shape: int, last: str | None = None) -> PartitionSpec:
+def row_spec(model: Configured, *shape: int, last: str | None = None) -> PartitionSpec:
   """Returns the spec of an array [B, T, ...] that is split as activations are.
 
   Args:
@@ -90,12 +97,12 @@ def row_spec(model: nnx.Module, *shape: int, last: str | None = None) -> Partiti
   return mesh_lib.fit_spec((sharding.batch_axes(rules), rules.cp, last), shape, mesh)
 
 
-def hidden_spec(model: nnx.Module, tokens: jax.Array) -> PartitionSpec:
+def hidden_spec(model: Configured, tokens: jax.Array) -> PartitionSpec:
   """Returns the spec of hidden states [B, T, D] for tokens [B, T]."""
   return row_spec(model, *tokens.shape[:2], model.config.embed_dim)
 
 
-def logits_spec(model: nnx.Module, hidden: jax.Array) -> PartitionSpec:
+def logits_spec(model: Configured, hidden: jax.Array) -> PartitionSpec:
   """Returns the spec of logits [B, T, V], or of scores [B, T, n].
 
   The vocabulary is split like the unembedding's, over tp.
@@ -106,7 +113,7 @@ def logits_spec(model: nnx.Module, hidden: jax.Array) -> PartitionSpec:
   return row_spec(model, *hidden.shape[:2], c.vocab_size, last=c.sharding.tp)
 
 
-def call_specs(model: nnx.Module, input_tokens: Any, **arguments: Any) -> Any:
+def call_specs(model: Configured, input_tokens: jax.Array, **arguments: Any) -> Any:
   """Returns the specs of the result of a decoder's `__call__`: (output, cache)."""
   # `inspect.signature` binds the keyword arguments of `**options` under that name.
   arguments |= arguments.pop("options", {})

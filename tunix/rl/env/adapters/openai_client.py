@@ -105,7 +105,7 @@ class ClientEnvironment:
     reward, metrics = got if isinstance(got, tuple) else (got, {})
     return reward, dict(metrics)
 
-  def _reply(self, body: Any, status: int = 200) -> None:
+  def _reply(self, body: object, status: int = 200) -> None:
     if self._answer is not None and not self._answer.done():
       self._answer.set_result((status, body))
 

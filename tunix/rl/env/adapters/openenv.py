@@ -25,7 +25,7 @@ class OpenEnvEnvironment:
     client: Any,
     to_action: Callable[[str], Any],
     to_text: Callable[[Any], Any] = str,
-    **options: Any,
+    **options: object,
   ):
     self._client, self._to_action, self._to_text = client, to_action, to_text
     self._options = options
@@ -49,5 +49,5 @@ class OpenEnvEnvironment:
     await _awaited(self._client.close())
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: object) -> Any:
   return await value if inspect.isawaitable(value) else value

@@ -57,7 +57,7 @@ class Tasks(Sequence[dict[str, Any]]):
     seed: int = 0,
     system: str | None = "default",
     levels: int | Sequence[int] = (),
-    **settings: Any,
+    **settings: object,
   ):
     levels = [levels] if isinstance(levels, int) else list(levels)
     if not (isinstance(seed, int) and 0 <= seed < _SEEDS):

@@ -46,7 +46,7 @@ class VerifiersEnvironment(ClientEnvironment):
     return float(state["reward"]), dict(state["metrics"] or {})
 
 
-def _client_of(client: Any) -> Any:
+def _client_of(client: object) -> Any:
   """Returns the client in the form of the installed version."""
   verifiers = require("verifiers", "an environment of verifiers", "verifiers")
   if not hasattr(verifiers, "Client"):  # before 0.2

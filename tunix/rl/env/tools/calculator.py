@@ -94,7 +94,7 @@ def _value(node: ast.expr, text: str, level: int = 0) -> Number:
   )
 
 
-def _literal(source: str, value: Any) -> Number:
+def _literal(source: str, value: object) -> Number:
   """Returns the exact value of a number: 0.1 is 1/10."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise ValueError(f"{source} is no number")

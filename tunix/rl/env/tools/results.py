@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 from tunix.sandbox.jail import JailResult
+from tunix.utils import array_codec
 
 MAX_CHARS = 8192
 _MARK = "\n[{} characters left out]\n"
@@ -31,12 +31,11 @@ def of_jail(result: JailResult) -> ToolResult:
   return ToolResult(text=result.text(), finish=result.finish)
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
   """Returns text as it is, and another value as JSON, or as Python shows it."""
   if isinstance(value, str):
     return value
-  if hasattr(value, "tolist"):  # arrays and scalars of numpy and JAX
-    value = value.tolist()
+  value = array_codec.as_python(value)
   try:
     return json.dumps(value, ensure_ascii=False)
   except (TypeError, ValueError, RecursionError):

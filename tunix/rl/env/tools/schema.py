@@ -100,7 +100,7 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     raise ValueError(f"a type hint of the tool {name!r} is unknown: {error}") from error
 
 
-def _schema_of(hint: Any, what: str) -> Schema:
+def _schema_of(hint: object, what: str) -> Schema:
   """Returns the schema of a type.
 
   Raises:
@@ -191,14 +191,14 @@ def _docstring(
 def _arguments(lines: list[str]) -> dict[str, str]:
   """Returns the texts of a section "Args:" by name, each in one line."""
   lines = [x for x in lines if x.strip()]
-  found: dict[str, str] = {}
+  arguments: dict[str, str] = {}
   indent = min((len(x) - len(x.lstrip()) for x in lines), default=0)
   name = ""
   for line in lines:
     entry = _ARGUMENT.match(line.strip())
     if entry and len(line) - len(line.lstrip()) == indent:
       name = entry[1]
-      found[name] = entry[2].strip()
+      arguments[name] = entry[2].strip()
     elif name:
-      found[name] = f"{found[name]} {line.strip()}".strip()
-  return found
+      arguments[name] = f"{arguments[name]} {line.strip()}".strip()
+  return arguments

@@ -138,7 +138,7 @@ class Tool:
     except (Exception, SystemExit) as error:  # likewise
       return self._failed(error)
 
-  def _answer(self, value: Any) -> ToolResult:
+  def _answer(self, value: object) -> ToolResult:
     result = value if isinstance(value, ToolResult) else ToolResult(text=as_text(value))
     return dataclasses.replace(result, text=bounded(result.text, self.max_chars))
 
@@ -151,7 +151,7 @@ class Tool:
     return ToolResult(text=text, finish="error")
 
 
-def tools_of(owner: Any) -> list[Tool]:
+def tools_of(owner: object) -> list[Tool]:
   """Returns the public methods of an object as tools, in alphabetical order.
 
   `reset`, `get_reward` and names that begin with an underscore are no tools.
@@ -161,8 +161,8 @@ def tools_of(owner: Any) -> list[Tool]:
   """
   methods = []
   for name in dir(type(owner)):  # sorted
-    found = inspect.getattr_static(type(owner), name)
-    is_method = inspect.isfunction(found) or isinstance(found, classmethod)
+    member = inspect.getattr_static(type(owner), name)
+    is_method = inspect.isfunction(member) or isinstance(member, classmethod)
     if is_method and not name.startswith("_") and name not in _NOT_TOOLS:
       methods.append(Tool(getattr(owner, name)))
   return methods
@@ -180,17 +180,17 @@ def as_tools(items: Iterable[Any]) -> dict[str, Tool]:
   tools: dict[str, Tool] = {}
   for item in items:
     if isinstance(item, Tool):
-      found = [item]
+      entries = [item]
     elif inspect.isroutine(item):
-      found = [Tool(item)]
+      entries = [Tool(item)]
     else:
-      found = tools_of(item)
-    if not found:
+      entries = tools_of(item)
+    if not entries:
       raise ValueError(
         f"{_shown(item)} is no tool: expected a function, or an object "
         "with public methods"
       )
-    for tool in found:
+    for tool in entries:
       if tool.name in tools:
         raise ValueError(f"two tools have the name {tool.name!r}; rename one of them")
       tools[tool.name] = tool
@@ -219,7 +219,7 @@ def _unknown(tools: Mapping[str, Tool], name: str) -> ToolResult:
   return ToolResult(text=bounded(text, MAX_CHARS), finish="malformed")
 
 
-def _as_declared(value: Any, schema: Mapping[str, Any]) -> Any:
+def _as_declared(value: object, schema: Mapping[str, Any]) -> Any:
   """Returns a whole float as the integer that it stands for: JSON has one number."""
   if isinstance(value, float) and schema.get("type") == "integer":
     return int(value)
@@ -233,6 +233,6 @@ def _expected(schema: Mapping[str, Any], wrong: str) -> str:
   return f"{_shown(dict(schema))} ({wrong[:_MAX_SHOWN]})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
   text = repr(value)
   return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
