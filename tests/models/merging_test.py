@@ -163,6 +163,7 @@ def test_adapters_are_merged_exactly(fields, tmp_path):
     ({"use_dora": True}, 6, "use_dora is True; expected plain LoRA"),
     ({"modules_to_save": ["norm"]}, 6, "modules_to_save"),
     ({"target_parameters": ["mlp.experts"]}, 6, "target_parameters"),
+    ({"trainable_token_indices": [3]}, 6, "trainable_token_indices is"),
     ({"init_lora_weights": "pissa"}, 6, "init_lora_weights"),
     ({"r": 5}, 6, "expected shape"),
     ({}, 4, "adapters of one base"),

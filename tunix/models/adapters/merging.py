@@ -16,7 +16,10 @@ from tunix.models.adapters.whole_files import PREFIX
 from tunix.models.files import sums as file_sums, tensor_files
 
 # Settings whose tensors cannot be joined along the rank.
-_NOT_JOINED = ("use_dora", "modules_to_save", "target_parameters")
+_NOT_JOINED = (
+  *("use_dora", "modules_to_save", "target_parameters"),
+  "trainable_token_indices",
+)
 _SELECTORS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 
 
