@@ -119,4 +119,4 @@ def test_random_instants(job, model, tmp_path, rounds=8):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_sample_of_random_instants(model, tmp_path):
-  test_random_instants("sft, stopped early", model, tmp_path, rounds=1)
+  test_random_instants("sft, stopped early", model, tmp_path, rounds=2)

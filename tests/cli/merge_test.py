@@ -15,6 +15,7 @@ from tests.models import checkpoints
 from tunix.models import lora, safetensors_saver
 from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
+from tunix.models.files import tensor_files
 
 GOLDEN = checkpoints.GOLDEN / "llama3p1"
 
@@ -229,7 +230,7 @@ def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch, capsys):
   def full(*args):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(safetensors_saver, "copy_companions", full)
+  monkeypatch.setattr(tensor_files, "copy_companions", full)
   words = [models / "a", models / "b", "-o", tmp_path / "m"]
   assert runs.tunix("merge", *words) == 1
   assert "make room" in capsys.readouterr().err

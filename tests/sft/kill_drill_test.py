@@ -9,7 +9,7 @@ from tests import drills
 @pytest.mark.parametrize(
   ("job", "kills"),
   [
-    pytest.param("lora-packed", 1, marks=pytest.mark.ci),
+    pytest.param("lora-packed", 2, marks=pytest.mark.ci),
     ("full-packed", 4),
     ("full", 3),
     ("lora", 3),

@@ -74,7 +74,9 @@ def _configs():
   found = {}
   for info in pkgutil.walk_packages(tunix.__path__, "tunix."):
     for name, cls in vars(importlib.import_module(info.name)).items():
-      if not inspect.isclass(cls) or cls.__module__ != info.name:
+      if not inspect.isclass(cls) or inspect.isabstract(cls):
+        continue
+      if cls.__module__ != info.name:
         continue
       is_config = dataclasses.is_dataclass(cls) and hasattr(cls, "__post_init__")
       if is_config and name not in _NOT_SETTINGS and checks._kinds(cls):

@@ -130,7 +130,7 @@ def merge_folders(
   ]
   with tensor_files.staged_folder(output) as staging:
     tensor_files.write_shards(staging, new, safetensors_saver.MAX_SHARD_BYTES)
-    safetensors_saver.copy_companions(places[0], staging)
+    tensor_files.copy_companions(places[0], staging)
     shutil.copyfile(places[0] / "config.json", staging / "config.json")
 
 

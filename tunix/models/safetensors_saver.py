@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,22 +35,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _log = logging.getLogger(__name__)
 
-# Files other than weights that a user of the folder needs; copied from the source.
-_COMPANIONS = (
-  "added_tokens.json",
-  "additional_chat_templates/*.jinja",
-  "chat_template.jinja",
-  "chat_template.json",
-  "generation_config.json",
-  "merges.txt",
-  "preprocessor_config.json",
-  "processor_config.json",
-  "special_tokens_map.json",
-  "tokenizer.json",
-  "tokenizer.model",
-  "tokenizer_config.json",
-  "vocab.json",
-)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields of a source's `config.json` that are about weights or code in other files.
 _NOT_WRITTEN = {"auto_map", "compression_config", "num_nextn_predict_layers"}
@@ -117,7 +100,7 @@ def save_pretrained(
     tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
     if not together or jax.process_index() == 0:
       if origin is not None:
-        copy_companions(origin, staging)
+        tensor_files.copy_companions(origin, staging)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.report_errors(errors, None, _log)
 
@@ -202,14 +185,6 @@ def _unknown_fields(
       if family.config_from_hf({**extra, **hf, name: value}) == config:
         extra[name] = value
   return extra
-
-
-def copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
-  """Copies the files of a model that are neither weights nor `config.json`."""
-  for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
-    target = folder / file.relative_to(origin)
-    target.parent.mkdir(exist_ok=True)
-    shutil.copyfile(file, target)
 
 
 def new_tensors(

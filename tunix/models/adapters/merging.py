@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from tunix.models import safetensors_saver
 from tunix.models.adapters import config as adapter_config, files
 from tunix.models.adapters.stacks import TensorAdapter
 from tunix.models.adapters.whole_files import PREFIX
@@ -52,7 +51,7 @@ def merge_adapters(
   with tensor_files.staged_folder(output) as staging:
     tensors = [tensor for part in parts for tensor in files.new_tensors(part)]
     tensor_files.write_file(staging / files.WEIGHTS_FILE, tensors)
-    safetensors_saver.copy_companions(folders[0], staging)
+    tensor_files.copy_companions(folders[0], staging)
     (staging / files.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

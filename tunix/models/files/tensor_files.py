@@ -45,6 +45,23 @@ _MAX_HEADER = 32_000_000
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+# Files other than weights that a user of the folder needs; copied from the source.
+_COMPANIONS = (
+  "added_tokens.json",
+  "additional_chat_templates/*.jinja",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+  "merges.txt",
+  "preprocessor_config.json",
+  "processor_config.json",
+  "special_tokens_map.json",
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "vocab.json",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class NewTensor:
@@ -360,3 +377,11 @@ def _replace_files(staging: pathlib.Path, folder: pathlib.Path) -> None:
     for file in list(folder.iterdir()):
       if _WEIGHTS.fullmatch(file.name) and file.name not in new:
         file.unlink()
+
+
+def copy_companions(origin: pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the files of a model that are neither weights nor `config.json`."""
+  for file in (file for pattern in _COMPANIONS for file in origin.glob(pattern)):
+    target = folder / file.relative_to(origin)
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, target)

@@ -16,7 +16,7 @@ from tunix.models.transformer.params import HfName, NameTable
 from tunix.models.vision.config import CHANNELS, VisionLanguageConfig
 from tunix.models.vision.pixtral import PixtralConfig
 from tunix.models.vision.siglip import SiglipConfig
-from tunix.utils import attributes
+from tunix.utils.setting import named_values
 
 
 def affine(path: str, key: str, weight: str = "kernel") -> NameTable:
@@ -99,7 +99,7 @@ def read_siglip(
 
 def write_siglip(config: SiglipConfig, model_type: str) -> dict[str, Any]:
   """Returns the section `vision_config` of a SigLIP tower."""
-  sizes = {_SIZES[k]: v for k, v in attributes.of(config, _SIZES).items()}
+  sizes = {_SIZES[k]: v for k, v in named_values(config, _SIZES).items()}
   return {
     "model_type": model_type,
     **{field: accepted[0] for field, accepted in _SIGLIP.items()},
@@ -157,7 +157,7 @@ def read_pixtral(hf: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_pixtral(config: PixtralConfig) -> dict[str, Any]:
   """Returns the section `vision_config` of a Pixtral tower."""
-  sizes = {_SIZES[k]: v for k, v in attributes.of(config, _SIZES).items()}
+  sizes = {_SIZES[k]: v for k, v in named_values(config, _SIZES).items()}
   return {
     **{field: accepted[0] for field, accepted in _PIXTRAL.items()},
     **sizes,
