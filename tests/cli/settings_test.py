@@ -146,7 +146,7 @@ def another(dotted, key):
     inner = typing.get_args(kind)
     if len(inner) == 2 and inner[1] is not ...:
       return {3: [0.25, 0.75]} if inner[0] is int else {"q_proj": 3}
-    return [1.0] if inner[0] is float else ["q_proj"]
+    return {float: [1.0], int: [3]}.get(inner[0], ["q_proj"])
   default = 0 if key.default in (None, keys.REQUIRED) else key.default
   made = {bool: not default, str: "other", "float16": "float16"}
   if kind in made:

@@ -11,9 +11,16 @@ import pytest
 
 import tunix
 from tests import optimizers
+from tunix.models.ministral3 import multimodal as ministral3
+from tunix.models.smolvlm import model as smolvlm
+from tunix.models.vision import config as vision
+from tunix.models.vision.pixtral import PixtralConfig
+from tunix.models.vision.siglip import SiglipConfig
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
 
+_TOWER = dict.fromkeys(["num_layers", "embed_dim", "hidden_dim", "patch_size"], 4)
+_TOWER |= {"num_heads": 1}
 # What a configuration cannot be made without.
 _REQUIRED = {
   "RLTrainingConfig": {"actor_optimizer": optimizers.sgd(0.1)},
@@ -39,6 +46,8 @@ _REQUIRED = {
   "OnPolicyConfig": {"max_prompt_length": 8, "max_completion_length": 8},
   "ProfilerOptions": {"log_dir": "x", "skip_first_n_steps": 1, "profiler_steps": 2},
   "ImageTokens": {"start": 1, "soft": 2, "end": 3, "newlines": (4, 5)},
+  **dict.fromkeys(["TowerConfig", "PixtralConfig"], _TOWER),
+  "SiglipConfig": _TOWER | {"image_size": 8},
   "OverlongBuffer": {"tokens": 4},
   "RewardSettings": {"functions": ()},
   "GenerateOptions": {"model": "m", "prompt": ("a",)},
@@ -46,6 +55,12 @@ _REQUIRED = {
   "EvalOptions": {"model": "m", "prompts": "a", "temperature": 1.0},
   "ServeOptions": {"model": "m"},
   "JudgeModel": {"model": "m", "url": "http://127.0.0.1:9/v1"},
+}
+# Models with images, and the towers that they have no default for.
+_TOWERS = {
+  vision.VisionLanguageConfig: vision.TowerConfig,
+  smolvlm.ModelConfig: SiglipConfig,
+  ministral3.MultimodalConfig: PixtralConfig,
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2
@@ -88,6 +103,8 @@ def _made(cls, **values):
   arguments = dict(_REQUIRED.get(cls.__name__, {}))
   if {"vocab_size", "embed_dim"} <= {f.name for f in dataclasses.fields(cls)}:
     arguments = dict(_SIZES)
+  if cls in _TOWERS:
+    arguments["vision"] = _made(_TOWERS[cls])
   return cls(**arguments | values)
 
 

@@ -71,6 +71,10 @@ class Gemma3(_Squares):
     "min_ratio": "pan_and_scan_min_ratio_to_activate",
   }
 
+  def __post_init__(self):
+    super().__post_init__()
+    checks.fields(self, min_ratio=checks.POSITIVE)
+
   def grid(self, height: int, width: int) -> tuple[int, int]:
     long, short = max(height, width), min(height, width)
     if not self.pan_and_scan or long / short < self.min_ratio:

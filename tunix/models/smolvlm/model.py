@@ -14,6 +14,7 @@ from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.vision.config import TowerConfig, VisionLanguageConfig, in_model
 from tunix.models.vision.model import VisionLanguageModel
 from tunix.models.vision.siglip import SiglipConfig, SiglipTower
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class ModelConfig(llama3.ModelConfig, VisionLanguageConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.shuffle < 1 or self.vision.grid % self.shuffle:
+    checks.fields(self, shuffle=checks.COUNT, image_token_id=checks.NOT_NEGATIVE)
+    if self.vision.grid % self.shuffle:
       raise ValueError(
         f"shuffle is {self.shuffle} (scale_factor); expected a divisor of "
         f"{self.vision.grid}, the patches of an image's edge"
