@@ -173,6 +173,8 @@ def test_other_inputs_are_refused(models, tmp_path, capsys):
   assert "slerp merges exactly 2" in refused(capsys, a, a, a, slerp, *out)
   assert "is an adapter" in refused(capsys, a, adapter, *out)
   assert "is an adapter" in refused(capsys, adapter, adapter, slerp, *out)
+  of_base = ("--method=ties", "--base", adapter)
+  assert f"{adapter} is an adapter" in refused(capsys, a, a, *of_base, *out)
   assert "is not empty" in refused(capsys, a, a, "-o", models)
   assert "there is no folder" in refused(capsys, a, tmp_path / "none", *out)
   other = refused(capsys, a, checkpoints.GOLDEN / "qwen3", *out)
@@ -212,6 +214,18 @@ def test_models_that_do_not_fit_are_refused(message, models, tmp_path):
   with pytest.raises(ValueError, match=message):
     tunix.merge([models / "a", other], tmp_path / "m")
   assert list(tmp_path.iterdir()) == [other]
+
+
+def test_numbers_beyond_the_dtype_are_refused(tmp_path):
+  folder = checkpoints.copy("llama3p1", tmp_path / "half")
+  keys = checkpoints.tensors(folder)
+  values = {k: np.full(x.shape, 4e4, np.float16) for k, x in keys.items()}
+  st.save_file(values, folder / "model.safetensors")
+  with pytest.raises(ValueError, match=r"weight of the merge has NaN or infinite .*16"):
+    tunix.merge(
+      [folder, folder], tmp_path / "m", method="dare", base=GOLDEN, density=0.2
+    )
+  assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_other_token_ids_are_a_warning(models, tmp_path, caplog):

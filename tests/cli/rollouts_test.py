@@ -106,6 +106,25 @@ def test_a_tiny_run_leaves_the_hosts_alone(keys):
 
 
 @pytest.mark.parametrize(
+  ("axes", "devices", "expected"),
+  [
+    ({}, 1, {}),
+    ({"tp": 4}, 1, {}),
+    ({"tp": 4}, 2, {"tp": 1}),
+    ({"tp": 8}, 8, {"tp": 4}),
+  ],
+)
+def test_a_tiny_run_fits_any_number_of_devices(
+  keys, axes, devices, expected, monkeypatch
+):
+  monkeypatch.setattr(tiny.jax, "device_count", lambda: devices)
+  monkeypatch.setattr(tiny, "write_model", lambda *_: keys["model__path"])
+  own = {"rl__rollout_mesh": json.dumps(axes), "mesh": "{fsdp: -1}"}
+  config = tiny.load(runs.arguments(**(keys | own)))
+  assert isinstance(config, RLRun) and config.rl.rollout_mesh == expected
+
+
+@pytest.mark.parametrize(
   ("words", "part"),
   [
     (["--job=sft"], "job is sft, expected grpo or ppo"),

@@ -128,6 +128,16 @@ def test_adapter_and_merged_export_keep_the_rows(tied, tmp_path):
   np.testing.assert_allclose(toys.logits(merged, TOKENS), want, atol=1e-5)
 
 
+def test_tables_that_were_trained_whole_have_the_new_rows(tmp_path):
+  base = new_tokens.with_rows(toys.model(tie_embeddings=False), IDS)
+  options = {"targets": ("q_proj",), "modules_to_save": ("embed_tokens", "lm_head")}
+  adapted = lora.apply(base, lora.LoraConfig(rank=2, **options))
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  back = lora.load_adapter(toys.model(tie_embeddings=False), tmp_path / "adapter")
+  for got, expected in zip(tables(back), tables(base), strict=True):
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_list_of_peft_leaves_an_untied_head_frozen(tmp_path):
   _, adapted = moved(False)
   adapted.token_rows.lora_output = nnx.data(None)

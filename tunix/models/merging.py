@@ -105,7 +105,7 @@ def merge_folders(
 
   Raises:
     FileNotFoundError, ValueError: a folder lacks files, is quantized, or has other
-      tensors than the first one.
+      tensors than the first one. Or a merged tensor is not finite in its dtype.
   """
   places = [*folders, *([] if base is None else [base])]
   models = [_open(folder) for folder in places]
@@ -122,7 +122,14 @@ def merge_folders(
       merged = formula(values, **chosen)
     else:
       merged = values[-1] + formula([x - values[-1] for x in values[:-1]], **chosen)
-    return np.asarray(merged, first[name].dtype)
+    with np.errstate(over="ignore"):  # infinite numbers are refused below
+      merged = np.asarray(merged, first[name].dtype)
+    if not np.isfinite(merged).all():
+      raise ValueError(
+        f"{name} of the merge has NaN or infinite numbers in {merged.dtype}; expected "
+        "finite ones. Check the models, or give smaller weights"
+      )
+    return merged
 
   new = [
     NewTensor(name, x.dtype, x.shape, functools.partial(read, name))

@@ -89,6 +89,15 @@ def test_texts_that_are_no_tokens(texts, message):
     TokenizerAdapter(toys_text.chat_tokenizer("chatml"), add_tokens=texts)
 
 
+@pytest.mark.parametrize(
+  ("tokenizer", "text"),
+  [(toys_text.chat_tokenizer("chatml"), "<café>"), (toys_text.metaspace(), "<a▁b>")],
+)
+def test_texts_that_the_tokenizer_decodes_to_others(tokenizer, text):
+  with pytest.raises(ValueError, match=f"{text}', which this tokenizer would decode"):
+    TokenizerAdapter(tokenizer, add_tokens=[text])
+
+
 def test_model_and_tokenizer_in_one_call():
   tokenizer = toys_text.chat_tokenizer("chatml")
   size = tokenizer.vocab_size

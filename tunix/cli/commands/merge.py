@@ -75,22 +75,23 @@ def merge(
   target = pathlib.Path(output).expanduser()
   if target.is_dir() and any(target.iterdir()):
     raise ValueError(f"output is {output}, which is not empty; give a new folder")
-  folders = [_resolved(name) for name in models]
-  are_adapters = [(x / adapter_files.CONFIG_FILE).is_file() for x in folders]
+  origin = options.pop("base", None)
+  names = [*models, *([] if origin is None else [origin])]
+  places = [_resolved(name) for name in names]
+  are_adapters = [(x / adapter_files.CONFIG_FILE).is_file() for x in places]
   if any(are_adapters) and not (all(are_adapters) and method == "linear"):
     raise ValueError(
-      f"{models[are_adapters.index(True)]} is an adapter; expected models, or only "
+      f"{names[are_adapters.index(True)]} is an adapter; expected models, or only "
       "adapters with the method linear. `tunix export --kind merged` writes a model"
     )
   if "weights" in options:
     options["weights"] = _weights(weights, len(models), method, any(are_adapters))
   if any(are_adapters):
-    adapter_merging.merge_adapters(folders, target, options["weights"])
+    adapter_merging.merge_adapters(places, target, options["weights"])
     return
-  origin = options.pop("base", None)
-  origin = None if origin is None else _resolved(origin)
-  for folder in folders[1:]:
-    _warn_of_tokens(folders[0], folder)
+  for place in places[1:]:
+    _warn_of_tokens(places[0], place)
+  folders, origin = places[: len(models)], None if origin is None else places[-1]
   merging.merge_folders(folders, target, _METHODS[method][0], options, origin)
 
 

@@ -76,8 +76,10 @@ def layer(config: RunSettings) -> dict[str, Any]:
   _simulate_devices()
   output = f"{config.output_dir.rstrip('/')}-tiny"
   model = str(write_model(config, pathlib.Path(output) / "model"))
-  rollout = fitted_mesh(config.rollout_axes, jax.device_count() // 2, fills=False)
-  devices = jax.device_count() - (math.prod(rollout.values()) if rollout else 0)
+  devices, rollout = jax.device_count(), config.rollout_axes
+  if rollout and devices > 1:
+    rollout = fitted_mesh(rollout, devices // 2, fills=False)
+    devices -= math.prod(rollout.values())
   mesh = fitted_mesh(config.mesh, devices)
   shards = _shards(mesh, devices)
   current = keys.flatten(config)
@@ -113,7 +115,8 @@ def layer(config: RunSettings) -> dict[str, Any]:
     if key.endswith("_size") and current.get(key) is not None
   }
   if rollout:
-    changed["rl.rollout_mesh"] = rollout
+    # On one device the actor's mesh samples.
+    changed["rl.rollout_mesh"] = rollout if jax.device_count() > 1 else None
   if current.get("rollout.engine") == REMOTE:
     # The hosts have the real model, and may be sampling for a run.
     changed |= {"rollout.engine": "vanilla", "rl.rollout_hosts": []}

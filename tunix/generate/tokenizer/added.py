@@ -40,7 +40,8 @@ def extended(backend: Backend, texts: Sequence[str]) -> tuple[Backend, dict[str,
     texts: texts of the tokens. Each is found as it is written, and decoded to itself.
 
   Raises:
-    ValueError: see `check`, or the tokenizer cannot be extended.
+    ValueError: see `check`, or the tokenizer cannot be extended, or decodes a new token
+      to another text.
   """
   check(texts)
   new = [text for text in texts if backend.id_of(text) is None]
@@ -48,4 +49,13 @@ def extended(backend: Backend, texts: Sequence[str]) -> tuple[Backend, dict[str,
     return backend, {}
   made = backend.extended([tokenizer_loading.added_token(text) for text in new])
   ids = {text: made.id_of(text) for text in new}
-  return made, {text: i for text, i in ids.items() if i is not None}
+  ids = {text: i for text, i in ids.items() if i is not None}
+  for text, i in ids.items():
+    decoded = made.decode([i], skip_special_tokens=False)
+    # Decoders may leave out spaces at the ends of a whole text.
+    if decoded.strip() != text.strip():
+      raise ValueError(
+        f"add_tokens has {text!r}, which this tokenizer would decode as {decoded!r}. "
+        "Use ASCII characters"
+      )
+  return made, ids

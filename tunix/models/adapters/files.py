@@ -265,6 +265,9 @@ def load_adapter(
       model has adapters already.
   """
   lora_modules.require_bare(model)
+  weights = pathlib.Path(folder) / WEIGHTS_FILE
+  if weights.is_file():
+    model = token_rows.with_tables(model, tensor_files.read_header(weights))
   adapters, whole = read_adapter(model, folder, family=family)
   rows = {path: whole.pop(path) for path in list(whole) if path in token_rows.TABLES}
   ids = token_rows.ids_of(tensor_files.read_json(pathlib.Path(folder) / CONFIG_FILE))

@@ -213,6 +213,16 @@ def with_room(model: Transformer, ids: Sequence[int]) -> Transformer:
   return new_tokens.with_rows(model, range(size, end))
 
 
+def with_tables(model: Transformer, stored: Mapping[str, StoredTensor]) -> Transformer:
+  """Returns a model with as many embeddings as a table that was trained whole.
+
+  Raises:
+    ValueError: see `with_room`.
+  """
+  tables = [x for key, x in stored.items() if key.endswith(".embed_tokens.weight")]
+  return with_room(model, [x.shape[0] - 1 for x in tables if x.shape])
+
+
 def load(
   model: Transformer, ids: tuple[int, ...], rows: Mapping[str, np.ndarray]
 ) -> None:
