@@ -96,6 +96,13 @@ def test_which_folders_load_a_tower_unasked():
     )
 
 
+@pytest.mark.parametrize("kind", families.FAMILIES)
+def test_subclasses_of_a_configuration_keep_its_family(kind):
+  family = families.FAMILIES[kind]
+  subclass = type("Mine", (family.config_class,), {})
+  assert families.of_config(object.__new__(subclass)) is family
+
+
 def test_images_of_rows_with_padding():
   """Rows keep their images; missing images and padding change no logits."""
   want = checkpoints.expected("ministral3_vision")
