@@ -105,9 +105,10 @@ def of_config(config: TransformerConfig) -> Family:
   for family in FAMILIES.values():
     if type(config) is family.config_class:
       return family
-  for family in FAMILIES.values():
-    if isinstance(config, family.config_class):
-      return family
+  # A user's subclass of a model with images is also one of its text model.
+  bases = [f for f in FAMILIES.values() if isinstance(config, f.config_class)]
+  if bases:
+    return max(bases, key=lambda family: len(family.config_class.__mro__))
   raise ValueError(
     f"{type(config).__module__}.{type(config).__name__} belongs to no family of "
     f"{sorted(FAMILIES)}: use a family's ModelConfig, or pass family=Family(...)"

@@ -62,3 +62,13 @@ def test_a_folder_without_files(tmp_path):
 def test_numbers_of_a_normalization_that_is_off_are_not_used(tmp_path):
   found = read_processor(toys.write(tmp_path, change("qwen", do_normalize=False)))
   assert found.mean == (0.0, 0.0, 0.0) and found.std == (1.0, 1.0, 1.0)
+
+
+def test_folders_of_idefics3(tmp_path):
+  files = change("smolvlm", image_processor_type="Idefics3ImageProcessor")
+  assert isinstance(read_processor(toys.write(tmp_path, files)), SmolVLM)
+
+
+def test_an_empty_image_processor_is_none(tmp_path):
+  files = change("gemma3", PRO, image_processor=None)
+  assert isinstance(read_processor(toys.write(tmp_path, files)), Gemma3)

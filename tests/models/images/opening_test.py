@@ -81,6 +81,7 @@ FILES = {
   "one bit": (saved(Image.new("1", (6, 4), 1)), flat(255)),
   "16 bit": (saved(Image.fromarray(deep)), GRAY3),
   "16 bit tiff": (saved(Image.fromarray(deep), "TIFF"), GRAY3),
+  "16 bit pgm": (b"P5 6 4 65535 " + deep.astype(">u2").tobytes(), GRAY3),
   "16 bit rgb": (png(1, 1, depth=16, data=b"\0\x11\x22\x33\x44\x55\x66"), None),
   "palette": (saved(palette()), flat(10, 20, 30)),
   "clear palette": (saved(palette(), transparency=1), flat(255)),

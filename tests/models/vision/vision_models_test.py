@@ -15,7 +15,7 @@ from tests.models.vision import seeing
 from tunix.models import families
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
-from tunix.models.vision import pixtral
+from tunix.models.vision import layers, pixtral
 from tunix.utils import mesh as mesh_lib
 
 NAMES = ("smolvlm", "ministral3")
@@ -94,6 +94,13 @@ def test_which_folders_load_a_tower_unasked():
     AutoModel.from_pretrained(
       folder_of("smolvlm"), images=False, family=families.FAMILIES["smolvlm"]
     )
+
+
+@pytest.mark.parametrize("kind", families.FAMILIES)
+def test_subclasses_of_a_configuration_keep_its_family(kind):
+  family = families.FAMILIES[kind]
+  subclass = type("Mine", (family.config_class,), {})
+  assert families.of_config(object.__new__(subclass)) is family
 
 
 def test_images_of_rows_with_padding():
@@ -203,3 +210,46 @@ def test_other_sizes_of_patches_are_refused():
   model = load("ministral3")
   with pytest.raises(ValueError, match=r"values have shape \(1, 4, 27\), expected"):
     model.image_features((np.zeros((4, 27)), np.array([[2, 2]])))
+
+
+@pytest.mark.parametrize(
+  "values, grid, message",
+  [
+    (np.zeros((4, 48), np.uint8), [[2, 2]], "pixels are uint8; expected float"),
+    (np.zeros((4, 48)), [[1, 2, 2]], r"grid has shape \(1, 1, 3\)"),
+    (np.zeros((1, 4, 48)), [[2, 2]], r"grid has shape \(1, 2\), expected \[1, images"),
+    (np.zeros((4, 48)), [[2.0, 2.0]], "grid is float32, expected integers"),
+  ],
+)
+def test_unfit_patches_are_refused(values, grid, message):
+  with pytest.raises((TypeError, ValueError), match=message):
+    load("ministral3").image_features((values, np.array(grid)))
+
+
+def test_levels_are_no_pixels():
+  with pytest.raises(TypeError, match="pixels are uint8; expected float"):
+    load("smolvlm").image_features(np.zeros((1, 24, 24, 3), np.uint8))
+
+
+def test_no_images(name):
+  model = load(name)
+  none = {"smolvlm": np.zeros((0, 24, 24, 3), np.float32)}
+  none["ministral3"] = np.zeros((0, 48), np.float32), np.zeros((0, 2), np.int32)
+  assert model.image_features(none[name]).size == 0
+
+
+def test_blocks_of_queries():
+  """A number of patches without small divisors is computed in few blocks, alike."""
+  rng = np.random.default_rng(0)
+  query, key, value = rng.normal(size=(3, 2, 13, 1, 4)).astype(np.float32)
+  owners = np.array([[0] * 7 + [1] * 6, [0] * 13])
+
+  def total(q, k, v, block):
+    return jnp.sum(jnp.sin(layers.attend_all(q, k, v, block, owners)))
+
+  whole = jax.grad(total, (0, 1, 2))(query, key, value, 13)
+  parts = jax.grad(total, (0, 1, 2))(query, key, value, 5)
+  for a, b in zip(whole, parts, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  program = str(jax.make_jaxpr(lambda q: layers.attend_all(q, key, value, 5))(query))
+  assert "length=3" in program

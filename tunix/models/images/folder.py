@@ -17,6 +17,7 @@ from tunix.models.images.squares import Gemma3, SmolVLM
 PROCESSORS: Mapping[str, type[Processor]] = {
   "Gemma3ImageProcessor": Gemma3,
   "Gemma4ImageProcessor": Gemma4,
+  "Idefics3ImageProcessor": SmolVLM,
   "PixtralImageProcessor": Pixtral,
   "Qwen2VLImageProcessor": Qwen3VL,
   "SmolVLMImageProcessor": SmolVLM,
@@ -90,7 +91,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
     )
   processor = files.get(names[0], {})
   return {
-    **processor.get("image_processor", files.get(names[1], {})),
+    **(processor.get("image_processor") or files.get(names[1], {})),
     "processor": processor,
   }
 

@@ -75,6 +75,8 @@ def open_image(
       width, height = image.size
       _check_size(name, height, width, max_pixels)
       image.load()
+      if image.format == "PPM" and image.mode == "I":  # gray of 16 bits in 32
+        image = library.fromarray(np.asarray(image).astype(np.uint16))
       return _rgb(turn(image), name)
     except _Refused:
       raise

@@ -107,7 +107,7 @@ class Gemma3(_Squares):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVLM(_Squares):
-  """The processor of SmolVLM2 (arXiv:2504.05299) and of SmolVLM.
+  """The processor of SmolVLM2 (arXiv:2504.05299), of SmolVLM and of Idefics3.
 
   The longer edge is resized to `longest_edge`, then both edges up to multiples of
   `tile`. The tiles come row by row, and the whole image in one square follows them.

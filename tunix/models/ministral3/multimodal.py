@@ -77,7 +77,8 @@ class Projector(nnx.Module):
     with jax.named_scope("projector"):
       x = jax.vmap(lambda row, at: row[at])(self.norm(patches), index)
       # The merger's inputs count the patches of a square within each feature.
-      x = self.merging_layer(x.swapaxes(-1, -2).reshape(*valid.shape, -1))
+      x = x.swapaxes(-1, -2).reshape(*valid.shape, x.shape[-1] * x.shape[-2])
+      x = self.merging_layer(x)
       x = self.linear_2(self.activation(self.linear_1(x)))
       return jnp.where(valid[..., None], x, jnp.nan)
 

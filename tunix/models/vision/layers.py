@@ -71,14 +71,29 @@ class PatchEmbedding(nnx.Module):
     n, height, width, channels = pixels.shape
     x = pixels.reshape(n, height // edge, edge, width // edge, edge, channels)
     x = x.transpose(0, 1, 3, 2, 4, 5)
-    return self.embed(x.reshape(n, -1, edge, edge, channels))
+    count = (height // edge) * (width // edge)
+    return self.embed(x.reshape(n, count, edge, edge, channels))
 
   def embed(self, patches: Float[Array, "n P y x C"]) -> Float[Array, "n P Dv"]:
     """Embeds patches."""
     x = patches.swapaxes(2, 3)
-    x = x.reshape(*x.shape[:2], -1)
-    x = x @ self.kernel[...].reshape(x.shape[-1], -1).astype(x.dtype)
+    kernel = self.kernel[...]
+    kernel = kernel.reshape(-1, kernel.shape[-1]).astype(x.dtype)
+    x = x.reshape(*x.shape[:2], kernel.shape[0]) @ kernel
     return x if self.bias is None else x + self.bias[...].astype(x.dtype)
+
+
+def check_dtype(pixels: jax.Array) -> None:
+  """Refuses pixels that were not scaled.
+
+  Raises:
+    TypeError: the pixels are integers, such as the 8-bit levels of an image.
+  """
+  if not jnp.issubdtype(pixels.dtype, jnp.floating):
+    raise TypeError(
+      f"pixels are {pixels.dtype}; expected float, scaled as the model's image "
+      "processor scales them. Use the processors in tunix.models.images"
+    )
 
 
 def attend_all(
@@ -100,7 +115,6 @@ def attend_all(
       None lets all patches of a row attend to each other.
   """
   n, patches, _, head_dim = query.shape
-  size = max(d for d in range(1, min(block, patches) + 1) if patches % d == 0)
 
   def one(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:
     query, own = part
@@ -113,14 +127,21 @@ def attend_all(
     weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1).astype(value.dtype)
     return jnp.einsum("nhqk,nkhd->nqhd", weights, value)
 
-  if size == patches:
+  if patches <= block:
     return one((query, owners))
+  blocks = -(-patches // block)
+  size = -(-patches // blocks)
 
   def parts(x: jax.Array) -> jax.Array:
-    return x.reshape(n, patches // size, size, *x.shape[2:]).swapaxes(0, 1)
+    # Surplus queries repeat the last patch, so that each has a key that it sees.
+    surplus = [(0, 0)] * x.ndim
+    surplus[1] = (0, blocks * size - patches)
+    x = jnp.pad(x, surplus, mode="edge")
+    return x.reshape(n, blocks, size, *x.shape[2:]).swapaxes(0, 1)
 
   out = jax.lax.map(jax.checkpoint(one), jax.tree.map(parts, (query, owners)))
-  return out.swapaxes(0, 1).reshape(query.shape)
+  out = out.swapaxes(0, 1).reshape(n, blocks * size, *query.shape[2:])
+  return out[:, :patches]
 
 
 class VisionAttention(nnx.Module):
@@ -146,7 +167,7 @@ class VisionAttention(nnx.Module):
       angles: rotary angles of queries and keys, or None.
       owners: see `attend_all`.
     """
-    heads = (*x.shape[:2], self.num_heads, -1)
+    heads = (*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads)
     query, key, value = (
       proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj)
     )

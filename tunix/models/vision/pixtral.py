@@ -26,6 +26,7 @@ from tunix.models.vision.layers import (
   PatchEmbedding,
   VisionAttention,
   VisionLayer,
+  check_dtype,
   run_layers,
 )
 from tunix.utils import checks
@@ -111,7 +112,7 @@ def squares(
   down, right = jnp.divmod(jnp.arange(edge**2, dtype=jnp.int32), edge)
   rows, columns = at.row[..., None] * edge + down, at.column[..., None] * edge + right
   index = start[..., None] + rows * width[..., None] + columns
-  whole = jnp.all(grid % edge == 0, axis=(1, 2))
+  whole = jnp.all((grid % edge == 0) & (grid >= 0), axis=(1, 2))
   whole &= jnp.sum(jnp.prod(grid, axis=-1), axis=-1) <= count
   valid = (at.owner < grid.shape[1]) & whole[:, None]
   return jnp.clip(index, 0, count - 1), valid
@@ -174,15 +175,24 @@ class PixtralTower(nnx.Module):
       Vectors of the patches in the compute dtype; those of padding mean nothing.
 
     Raises:
-      ValueError: a patch has another size.
+      TypeError: the pixels are not float, or the grid is not of integers.
+      ValueError: a patch has another size, or the grid has another shape.
     """
     c = self.config
     edge = c.patch_size
+    check_dtype(values)
     if values.ndim != 3 or values.shape[-1] != edge**2 * CHANNELS:
       raise ValueError(
         f"values have shape {values.shape}, expected [..., patches, "
         f"{edge**2 * CHANNELS}]: cut the images into patches of {edge} x {edge} pixels"
       )
+    if grid.ndim != 3 or (len(grid), grid.shape[-1]) != (len(values), 2):
+      raise ValueError(
+        f"grid has shape {grid.shape}, expected [{len(values)}, images, 2]: give rows "
+        "and columns of each image, and both values and grid by row, or neither"
+      )
+    if not jnp.issubdtype(grid.dtype, jnp.integer):
+      raise TypeError(f"grid is {grid.dtype}, expected integers: count the patches")
     with jax.named_scope("patches"):
       x = jnp.asarray(values, c.dtype).reshape(*values.shape[:2], edge, edge, CHANNELS)
       x = self.ln_pre(self.patch_embedding.embed(x))

@@ -22,6 +22,7 @@ from tunix.models.vision.layers import (
   PatchEmbedding,
   VisionAttention,
   VisionLayer,
+  check_dtype,
   run_layers,
 )
 from tunix.utils import checks
@@ -107,9 +108,11 @@ class SiglipTower(nnx.Module):
       Vectors of the patches in the compute dtype, row by row from the upper left.
 
     Raises:
+      TypeError: the pixels are not float.
       ValueError: the images have another shape.
     """
     c = self.config
+    check_dtype(pixels)
     expected = (c.image_size, c.image_size, CHANNELS)
     if pixels.ndim != 4 or pixels.shape[1:] != expected:
       raise ValueError(
