@@ -1,4 +1,4 @@
-"""Every number of every public configuration is checked, and in one way."""
+"""Numbers and bools of every public configuration are checked, and in one way."""
 
 import dataclasses
 import importlib
@@ -94,7 +94,10 @@ def _configs():
       if cls.__module__ != info.name:
         continue
       is_config = dataclasses.is_dataclass(cls) and hasattr(cls, "__post_init__")
-      if is_config and name not in _NOT_SETTINGS and checks._kinds(cls):
+      if not is_config or name in _NOT_SETTINGS:
+        continue
+      kinds = checks._kinds(cls).values()
+      if any(kind.whole is not None or kind.items is not None for kind in kinds):
         found[f"{info.name.removeprefix('tunix.')}.{name}"] = cls
   return found
 
@@ -113,7 +116,7 @@ def configs():
   return _configs()
 
 
-def test_no_number_of_a_configuration_is_taken_unseen(configs):
+def test_no_value_of_a_configuration_is_taken_unseen(configs):
   """nan, infinity, a text, a bool; a half where whole numbers are; -1."""
   assert len(configs) > 40
   taken = []

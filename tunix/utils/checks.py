@@ -68,16 +68,18 @@ class _Kind(NamedTuple):
   Attributes:
     whole: True for int, False for float; None: the field holds no number.
     items: type of the items of a list; None: the field holds no list.
+    flag: True if the field holds a bool.
     others: other types of the annotation, such as None, str or a function type.
   """
 
   whole: bool | None
   items: Any
+  flag: bool
   others: tuple[Any, ...]
 
 
 def fields(config: object, **ranges: Range) -> None:
-  """Checks every number and every list of a dataclass against its annotations.
+  """Checks the numbers, lists and bools of a dataclass against its annotations.
 
   Args:
     config: the dataclass.
@@ -85,8 +87,8 @@ def fields(config: object, **ranges: Range) -> None:
       a range takes any finite number of its type.
 
   Raises:
-    TypeError: a value is no number, or no list. The message has the field, its value
-      and the expectation.
+    TypeError: a value is no number, no list, or no bool. The message has the field, its
+      value and the expectation.
     ValueError: a number is out of range.
   """
   kinds = _kinds(type(config))
@@ -94,6 +96,8 @@ def fields(config: object, **ranges: Range) -> None:
     kind = kinds[name]
     if value is None and type(None) in kind.others:
       continue
+    if kind.flag:
+      _flag(name, value)
     # A number is a list for no field, but some fields take numbers besides lists.
     is_number = isinstance(value, numbers.Number) and (
       kind.whole is not None or type(value) in kind.others
@@ -109,6 +113,11 @@ def fields(config: object, **ranges: Range) -> None:
         whole=kind.whole,
         optional=type(None) in kind.others,
       )
+
+
+def _flag(name: str, value: object) -> None:
+  if type(value).__name__ not in ("bool", "bool_"):  # of Python or NumPy
+    raise TypeError(f"{name} is {value!r}: it must be True or False")
 
 
 def _is_other(value: object, kind: _Kind) -> bool:
@@ -202,7 +211,7 @@ def listed(name: str, value: object, items: object, within: Range = ANY) -> None
 
 @functools.cache
 def _kinds(config: type) -> dict[str, _Kind]:
-  """Returns {field: allowed values} of fields with numbers or lists, once per class."""
+  """Returns {field: allowed values} of the fields that are checked, once per class."""
   hints = typing.get_type_hints(config)
   kinds = {
     field.name: _kind(hints[field.name])
@@ -212,7 +221,7 @@ def _kinds(config: type) -> dict[str, _Kind]:
   return {
     name: kind
     for name, kind in kinds.items()
-    if kind.whole is not None or kind.items is not None
+    if kind.whole is not None or kind.items is not None or kind.flag
   }
 
 
@@ -224,4 +233,5 @@ def _kind(hint: object) -> _Kind:
   items = typing.get_args(lists[0])[0] if lists else None
   others = tuple(x for x in members if x not in numeric and x not in lists)
   # A float field takes whole numbers, too, so float wins if both are named.
-  return _Kind(None if not numeric else float not in numeric, items, others)
+  flag = bool in members and {bool, types.NoneType}.issuperset(members)
+  return _Kind(None if not numeric else float not in numeric, items, flag, others)

@@ -124,6 +124,7 @@ class TokenizerSettings:
   messages: Literal["plain", "given"] | None = None
 
   def __post_init__(self):
+    checks.fields(self)
     chat_template.check_defaults(self.template_args, "template_args")
     added.check(self.add_tokens)
 

@@ -90,9 +90,6 @@ def save_adapter(
   lora_modules.require_adapters(model)
   family = family or families.of_config(model.config)
   adapters = lora_modules.adapted(model)
-  dropout = _common(adapters, "dropout", lambda x: x.lora_dropout)
-  use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
-  rslora = all(x.lora_rslora for x in adapters.values())
   wholes = adapter_parameters.names(model, family)
   fused = [name for path in wholes if path in adapters for name in wholes[path]]
   parts = {
@@ -103,29 +100,12 @@ def save_adapter(
     )
     for path, linear in adapters.items()
   }
-  whole = whole_modules.of(model)
-  config = {
-    "peft_type": "LORA",
-    "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
-    "base_model_name_or_path": base,
-    **({} if revision is None else {"revision": revision}),
-    **sizes_of([part for group in parts.values() for part in group], rslora),
-    "target_modules": _peft_targets(
-      model, family, {path: parts[path] for path in parts if path not in wholes}
-    ),
-    **({"target_parameters": sorted(fused)} if fused else {}),
-    "modules_to_save": whole_files.names(model, family, whole) or None,
-    **token_rows.peft_fields(model, family),
-    "lora_dropout": dropout,
-    "use_rslora": rslora,
-    "use_dora": use_dora,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-  }
+  named = {"base_model_name_or_path": base}
+  named |= {} if revision is None else {"revision": revision}
+  config = _peft_config(model, family, parts, fused, named)
   _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in new_tensors(part)]
-  tensors += whole_files.tensors(model, family, whole)
+  tensors += whole_files.tensors(model, family, whole_modules.of(model))
   tensors += token_rows.tensors(model, family)
   together = tensor_files.is_spread(model)
   mine = not together or jax.process_index() == 0
@@ -133,6 +113,46 @@ def save_adapter(
     tensor_files.write_file(staging / WEIGHTS_FILE, tensors, mine=mine)
     if mine:
       (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _peft_config(
+  model: Transformer,
+  family: Family,
+  parts: Mapping[str, list[TensorAdapter]],
+  fused: list[str],
+  named: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Returns the contents of `adapter_config.json`.
+
+  Args:
+    model: a model with adapters.
+    family: the kind of model.
+    parts: the adapters of single tensors, by path of the module.
+    fused: the checkpoint's names of parameters that hold several experts.
+    named: the fields that name the base model.
+  """
+  adapters = lora_modules.adapted(model)
+  rslora = all(x.lora_rslora for x in adapters.values())
+  whole = whole_modules.of(model)
+  wholes = adapter_parameters.names(model, family)
+  return {
+    "peft_type": "LORA",
+    "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
+    **named,
+    **sizes_of([part for group in parts.values() for part in group], rslora),
+    "target_modules": _peft_targets(
+      model, family, {path: parts[path] for path in parts if path not in wholes}
+    ),
+    **({"target_parameters": sorted(fused)} if fused else {}),
+    "modules_to_save": whole_files.names(model, family, whole) or None,
+    **token_rows.peft_fields(model, family),
+    "lora_dropout": _common(adapters, "dropout", lambda x: x.lora_dropout),
+    "use_rslora": rslora,
+    "use_dora": _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None),
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
 
 
 def _common(adapters: dict[str, Linear], what: str, of: Callable[[Linear], Any]) -> Any:
@@ -219,9 +239,6 @@ def _peft_targets(
   return sorted(short)
 
 
-# Loading.
-
-
 def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
   """Logs a warning about adapters of experts that PEFT cannot read.
 
@@ -237,6 +254,9 @@ def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
       " and ".join(sorted(names)),
       " and ".join(sorted(every - names)),
     )
+
+
+# Loading.
 
 
 def load_adapter(

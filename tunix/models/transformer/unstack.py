@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ def unstack(stack: jax.Array) -> tuple[jax.Array, ...]:
   The transpose is one concatenation. Indexing layer by layer would add L zero-padded
   stacks in the backward pass instead.
   """
-  if stack[0].size > _SMALL:
+  # Outside `jit` nothing is fused, and `_opaque` would compile a loop for each shape.
+  layer_size = math.prod(stack.shape[1:])
+  if layer_size > _SMALL or not isinstance(stack, jax.core.Tracer):
     return _slices(stack)
   # On CPU, XLA fuses a slice at a constant offset into each of its readers. The kernels
   # of L equal layers then differ by that offset alone and are compiled L times: 86k
