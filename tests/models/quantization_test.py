@@ -155,7 +155,7 @@ def test_gradients_are_those_of_the_dequantized_model():
       def loss(params, graph=graph, rest=rest):
         return jnp.var(nnx.merge(graph, params, rest)(TOKENS)[0])
 
-      both.append(tree.flatten(jax.grad(loss)(params)))
+      both.append(tree.flatten(jax.jit(jax.grad(loss))(params)))
     for path, want in both[1].items():
       assert checkpoints.relative(both[0][path], np.asarray(want)) < 1e-5, path
 

@@ -234,7 +234,7 @@ def test_gradient_of_gae_ignores_masked_nan(episode):
   rewards, values, mask = episode
   nan = np.where(mask, values, np.nan)
   fn = lambda v: jnp.sum(gae(rewards, v, mask, gamma=0.9, lam=0.8)[0] ** 2)
-  gradient = np.asarray(jax.grad(fn)(jnp.array(nan)))
+  gradient = np.asarray(jax.jit(jax.grad(fn))(jnp.array(nan)))
   assert np.isfinite(gradient).all() and not gradient[mask == 0].any()
   step = np.zeros_like(values)
   step[0, 1] = 1e-2

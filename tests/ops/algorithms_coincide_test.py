@@ -94,8 +94,8 @@ def test_ppo_without_discount_and_critic_is_reinforce():
   by_token, returns = adv.gae(rewards, jnp.zeros((B, T)), MASK, gamma=1.0, lam=1.0)
   np.testing.assert_allclose(by_token, REWARDS.reshape(B, 1) * MASK, rtol=1e-6)
   np.testing.assert_array_equal(returns, by_token)
-  ppo = jax.grad(clipped(by_token, old=None))(LOGPS)
-  want = jax.grad(reinforce(REWARDS.ravel()))(LOGPS)
+  ppo = jax.jit(jax.grad(clipped(by_token, old=None)))(LOGPS)
+  want = jax.jit(jax.grad(reinforce(REWARDS.ravel())))(LOGPS)
   np.testing.assert_allclose(ppo, want, rtol=1e-5)
   assert np.any(ppo)
 
@@ -107,9 +107,11 @@ def test_on_policy_all_of_them_are_the_policy_gradient(mode):
     return aggregate(pg.cispo_loss(ratio, logps, OF_ROWS).values, MASK, mode).mean()
 
   same(cispo, reinforce(OF_ROWS, mode))
-  want = jax.grad(reinforce(OF_ROWS, mode))(LOGPS)
+  want = jax.jit(jax.grad(reinforce(OF_ROWS, mode)))(LOGPS)
   for level in ("token", "sequence"):
-    got = jax.grad(clipped(OF_ROWS, mode, level, old=None, dual_clip=3.0))(LOGPS)
+    got = jax.jit(jax.grad(clipped(OF_ROWS, mode, level, old=None, dual_clip=3.0)))(
+      LOGPS
+    )
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -133,5 +135,8 @@ def test_cispo_is_ppo_inside_the_bounds():
     ratio = pg.log_ratio(logps, OLD, MASK)
     return aggregate(pg.cispo_loss(ratio, logps, OF_ROWS, **wide).values, MASK).mean()
 
-  got, want = jax.grad(cispo)(LOGPS), jax.grad(clipped(OF_ROWS, **wide))(LOGPS)
+  got, want = (
+    jax.jit(jax.grad(cispo))(LOGPS),
+    jax.jit(jax.grad(clipped(OF_ROWS, **wide)))(LOGPS),
+  )
   np.testing.assert_allclose(got, want, rtol=1e-5)

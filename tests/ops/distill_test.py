@@ -78,7 +78,9 @@ def test_words_that_nobody_says_count_nothing():
   s = jnp.asarray([0.0, 1.0, -jnp.inf])
   t = jnp.asarray([1.0, 0.0, -jnp.inf])
   for how in ALL:
-    got, gradient = jax.value_and_grad(lambda x, h=how: distill.divergence(x, t, h))(s)
+    got, gradient = jax.jit(
+      jax.value_and_grad(lambda x, h=how: distill.divergence(x, t, h))
+    )(s)
     want = distill.divergence(s[:2], t[:2], how)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert np.all(np.isfinite(gradient[:2]))
@@ -89,7 +91,7 @@ def test_words_that_nobody_says_count_nothing():
 def test_no_gradient_reaches_the_teacher():
   s, t = logits(0, 4, 7), logits(1, 4, 7)
   for how in ALL:
-    pull = jax.grad(lambda t, h=how: jnp.sum(distill.divergence(s, t, h)))(t)
+    pull = jax.jit(jax.grad(lambda t, h=how: jnp.sum(distill.divergence(s, t, h))))(t)
     assert not np.any(pull)
 
 
@@ -100,7 +102,7 @@ def test_pulls_are_the_gradient(how):
   q = jax.nn.softmax(s)
   got = found.pulls - q * jnp.sum(found.pulls, axis=-1, keepdims=True)
   plain = how._replace(temperature=1.0)
-  want = jax.grad(lambda s: jnp.sum(distill.divergence(s, t, plain)))(s)
+  want = jax.jit(jax.grad(lambda s: jnp.sum(distill.divergence(s, t, plain))))(s)
   np.testing.assert_allclose(got, want, atol=1e-6)
 
 
@@ -131,8 +133,10 @@ def test_top_k_grows_to_the_whole_divergence(how):
 def test_a_rest_too_small_for_float32_stays_finite():
   s, t = jnp.zeros((1, 1, 4)), jnp.asarray([[[60.0, 0, 0, 0]]])
   for how in ALL:
-    value, pull = jax.value_and_grad(
-      lambda s, h=how: distill.top_k_divergence(s, distill.top_k(t, 1), h)[0, 0]
+    value, pull = jax.jit(
+      jax.value_and_grad(
+        lambda s, h=how: distill.top_k_divergence(s, distill.top_k(t, 1), h)[0, 0]
+      )
     )(s)
     assert np.isfinite(value) and np.all(np.isfinite(pull))
 
@@ -168,7 +172,7 @@ def trl_form(case, given):
     values = distill.divergence(student, jnp.asarray(given["teacher"]), how)
     return jnp.sum(values * mask) / mask.sum()
 
-  return jax.value_and_grad(loss)(jnp.asarray(given["student"]))
+  return jax.jit(jax.value_and_grad(loss))(jnp.asarray(given["student"]))
 
 
 def check_trl(got, want):
@@ -219,7 +223,7 @@ def self_form(form: str, alpha: float, given) -> tuple[jax.Array, jax.Array]:
     dense = jax.lax.stop_gradient(pick(teacher) - logps)
     return jnp.mean(policy_gradient.reinforce_loss(logps, dense))
 
-  return jax.value_and_grad(loss)(jnp.asarray(given["student"]))
+  return jax.jit(jax.value_and_grad(loss))(jnp.asarray(given["student"]))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def test_bco_pair():
 
 def test_the_shift_is_a_constant():
   fn = lambda c, **kw: pair_loss("bco_pair", hand()._replace(chosen=c), **kw).values
-  gradient = lambda **kw: jax.grad(lambda c: fn(c, beta=0.5, **kw).sum())(hand().chosen)
+  gradient = lambda **kw: jax.jit(jax.grad(lambda c: fn(c, beta=0.5, **kw).sum()))(
+    hand().chosen
+  )
   close(gradient(), gradient(shift=LN3 / 4))
   # d -log s(x - d) = -(1 - s) beta
   close(gradient(shift=0.0), [-0.5 / 4, -0.5 / 2])
@@ -70,7 +72,7 @@ def test_gradients_of_the_sorted_reach_their_pairs():
   fn = lambda c, r: pair_loss(
     "aot_unpaired", PAIRS._replace(chosen=c, rejected=r), beta=0.5
   ).values.sum()
-  chosen, rejected = jax.grad(fn, (0, 1))(PAIRS.chosen, PAIRS.rejected)
+  chosen, rejected = jax.jit(jax.grad(fn, (0, 1)))(PAIRS.chosen, PAIRS.rejected)
   slope = lambda z: -0.5 / (1 + math.exp(z))
   close(chosen, [slope(0.5), slope(-1.0), slope(0.5)])
   # R = (-1, 1, 2) were behind C = (-3, 2, 3).

@@ -33,7 +33,7 @@ def test_sigmoid():
 def test_smoothing_has_its_minimum_at_the_odds_of_the_labels():
   # cDPO: at s(beta D) = 1 - e there is no gradient.
   logits = jnp.array([math.log(0.8 / 0.2)])
-  gradient = jax.grad(lambda z: pairs.smoothed_logistic(z, 0.2).sum())(logits)
+  gradient = jax.jit(jax.grad(lambda z: pairs.smoothed_logistic(z, 0.2).sum()))(logits)
   close(gradient, [0.0], 1e-6)
 
 
@@ -157,7 +157,7 @@ def test_gradient_of_orpo_is_the_papers():
   fn = lambda chosen, rejected: pair_loss(
     "orpo", scores._replace(chosen=chosen, rejected=rejected), lambda_orpo=1.0
   ).values.sum()
-  gradients = jax.grad(fn, (0, 1))(scores.chosen, scores.rejected)
+  gradients = jax.jit(jax.grad(fn, (0, 1)))(scores.chosen, scores.rejected)
   lost, counts = np.array([1 / 4, 3 / 4]), (np.array([2, 3]), np.array([4, 5]))
   close(gradients[0], (-1 - lost / np.array([1 / 2, 3 / 4])) / counts[0])
   close(gradients[1], lost / np.array([3 / 4, 1 / 2]) / counts[1])
@@ -170,7 +170,7 @@ def test_odds_of_certain_and_impossible_responses(logp):
   one, other = jnp.ones(1), jnp.full(1, -1.0)
   scores = PairScores(chosen, other, one, one, one, one, one)
   fn = lambda x: pair_loss("orpo", scores._replace(chosen=x), lambda_orpo=1.0)
-  got, gradient = fn(chosen), jax.grad(lambda x: fn(x).values.sum())(chosen)
+  got, gradient = fn(chosen), jax.jit(jax.grad(lambda x: fn(x).values.sum()))(chosen)
   assert np.isfinite(gradient).all()
   x = min(float(chosen[0]), pairs.MAX_MEAN_LOGP)
   odds = lambda x: x - math.log(-math.expm1(x))

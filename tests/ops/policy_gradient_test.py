@@ -52,7 +52,7 @@ def test_gradients_of_levels_by_hand():
 
   def gradient(level):
     fn = lambda x: jnp.sum(coefficients * log_ratio(x, OLD[:1], mask, level))
-    return jax.grad(fn)(LOGPS[:1])
+    return jax.jit(jax.grad(fn))(LOGPS[:1])
 
   close(gradient("token"), [[1, 10, 0]])
   close(gradient("sequence"), [[1, 10, 0]])
@@ -75,7 +75,10 @@ def test_gradient_of_the_sequence_level_is_the_papers():
     loss = clipped_loss(ratio, advantages, clip_low=1.0, clip_high=10.0)
     return aggregate(loss.values, MASK[:2], "sequence-mean-token-mean").mean()
 
-  want, got = jax.value_and_grad(paper)(LOGPS), jax.value_and_grad(ours)(LOGPS)
+  want, got = (
+    jax.jit(jax.value_and_grad(paper))(LOGPS),
+    jax.jit(jax.value_and_grad(ours))(LOGPS),
+  )
   close(got[0], want[0])
   close(got[1], want[1])
 
@@ -84,9 +87,9 @@ def test_gradient_of_the_sequence_level_is_the_papers():
 def test_masked_nan_is_harmless(level):
   off = MASK == 0
   fn = lambda x, old: jnp.sum(jnp.exp(log_ratio(x, old, MASK, level)))
-  want = jax.value_and_grad(fn)(LOGPS, OLD)
+  want = jax.jit(jax.value_and_grad(fn))(LOGPS, OLD)
   nan = lambda x: jnp.where(off, jnp.nan, x)
-  got = jax.value_and_grad(fn)(nan(LOGPS), nan(OLD))
+  got = jax.jit(jax.value_and_grad(fn))(nan(LOGPS), nan(OLD))
   assert float(got[0]) == float(want[0])
   np.testing.assert_array_equal(got[1], want[1])
   np.testing.assert_array_equal(got[1][off], 0.0)
@@ -97,7 +100,9 @@ def test_on_policy_ratio_is_exactly_one(level):
   got = log_ratio(LOGPS, None, MASK, level)
   np.testing.assert_array_equal(got, np.zeros((3, 3)))
   np.testing.assert_array_equal(log_ratio(LOGPS, LOGPS, MASK, level), got)
-  fn = lambda old: jax.grad(lambda x: log_ratio(x, old(x), MASK, level).sum())(LOGPS)
+  fn = lambda old: jax.jit(jax.grad(lambda x: log_ratio(x, old(x), MASK, level).sum()))(
+    LOGPS
+  )
   np.testing.assert_array_equal(fn(lambda x: None), fn(lambda x: LOGPS))
   # No gradient through the old policy, even when it is computed from the same x.
   np.testing.assert_array_equal(fn(lambda x: x), fn(lambda x: None))
@@ -158,7 +163,7 @@ def test_dual_clip_by_hand():
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_no_gradient_where_clipped(dual_clip, advantage):
   fn = lambda x: clipped_loss(x, jnp.array([advantage]), dual_clip=dual_clip)
-  gradient = jax.grad(lambda x: fn(x).values.sum())(RATIOS)
+  gradient = jax.jit(jax.grad(lambda x: fn(x).values.sum()))(RATIOS)
   want = np.where(fn(RATIOS).clipped, 0.0, -advantage * np.exp(RATIOS))
   close(gradient, want, 1e-5)
 
@@ -176,7 +181,7 @@ def test_gradient_is_the_slope():
   # Ratios away from the corners at 0.8 and 1.2.
   x, advantages = logs([0.5, 0.9, 1.1, 1.6]), jnp.array([[1.0, -2.0, 3.0, -1.0]])
   fn = lambda x: clipped_loss(x, advantages).values.sum()
-  gradient, h = jax.grad(fn)(x), 1e-2
+  gradient, h = jax.jit(jax.grad(fn))(x), 1e-2
   for i in range(4):
     step = jnp.zeros((1, 4)).at[0, i].set(h)
     close((fn(x + step) - fn(x - step)) / (2 * h), gradient[0, i], 1e-3)
@@ -190,8 +195,8 @@ def test_no_advantage_no_loss_and_nothing_clipped():
 
 def test_vast_ratios_stay_finite():
   x, advantages = jnp.array([[-1e3, 1e3]]), jnp.array([-1.0])
-  value, gradient = jax.value_and_grad(
-    lambda x: clipped_loss(x, advantages).values.sum()
+  value, gradient = jax.jit(
+    jax.value_and_grad(lambda x: clipped_loss(x, advantages).values.sum())
   )(x)
   assert np.isfinite(value) and np.isfinite(gradient).all()
 
@@ -238,7 +243,7 @@ def test_advantages_are_data_of_rows_or_tokens(loss):
   of_tokens = jnp.tile(of_rows[:, None], 3)
   close(loss(of_rows), loss(of_tokens))
   for advantages in (of_rows, of_tokens):
-    gradient = jax.grad(lambda a: loss(a).sum())(advantages)
+    gradient = jax.jit(jax.grad(lambda a: loss(a).sum()))(advantages)
     np.testing.assert_array_equal(gradient, np.zeros(advantages.shape))
 
 
@@ -248,7 +253,9 @@ def test_cispo_by_hand():
   got = fn(logps, clip_low=0.2, clip_high=0.2)
   close(got.values, [[0.8 * 2, 1.1 * 4, 1.2 * 2, 1.2 * 6]])
   np.testing.assert_array_equal(got.clipped, [[True, False, True, True]])
-  gradient = jax.grad(lambda x: fn(x, clip_low=0.2, clip_high=0.2).values.sum())(logps)
+  gradient = jax.jit(
+    jax.grad(lambda x: fn(x, clip_low=0.2, clip_high=0.2).values.sum())
+  )(logps)
   close(gradient, [[-1.6, -2.2, -2.4, -2.4]])
   # By default there is no lower bound and the upper one is 5.
   got = cispo_loss(logs([0.01, 4.9, 6.0]), jnp.full((1, 3), -1.0), jnp.array([1.0]))
@@ -258,7 +265,7 @@ def test_cispo_by_hand():
 
 def test_cispo_has_no_gradient_through_its_weight():
   fn = lambda x: cispo_loss(x, LOGPS, jnp.ones(3)).values.sum()
-  np.testing.assert_array_equal(jax.grad(fn)(LOGPS - OLD), np.zeros((3, 3)))
+  np.testing.assert_array_equal(jax.jit(jax.grad(fn))(LOGPS - OLD), np.zeros((3, 3)))
 
 
 def test_sapo_by_hand():
@@ -271,7 +278,7 @@ def test_sapo_by_hand():
   # The derivative in log w is -4 s (1 - s) w A, with s the sigmoid: that of -w A at 1.
   of = lambda x: sapo_loss(x, advantages, positive=2.0, negative=1.0).values.sum()
   w = 1 + math.log(3) / np.array([2, 1])
-  close(jax.grad(of)(ratios), [[-3, -3 * 0.75 * w[0], 1, 0.75 * w[1]]])
+  close(jax.jit(jax.grad(of))(ratios), [[-3, -3 * 0.75 * w[0], 1, 0.75 * w[1]]])
   # An advantage of 0 counts with the second temperature, and gives 0.
   assert sapo_loss(ratios, jnp.zeros(1)).values.tolist() == [[0.0] * 4]
   for bad in ({"positive": 0.0}, {"negative": -1.0}):
@@ -317,8 +324,8 @@ def test_dppo_by_hand(divergence):
 
 def test_dppo_has_the_gradient_of_the_ratio_where_it_is_kept():
   of = lambda x: dppo_loss(x, DRAWN, jnp.array([1.0]), FOUR).values.sum()
-  close(jax.grad(of)(TRAINED), [[0, -1.2, -0.6, -10, 0]], 1e-5)
-  close(jax.jit(jax.grad(of))(TRAINED), jax.grad(of)(TRAINED))
+  close(jax.jit(jax.grad(of))(TRAINED), [[0, -1.2, -0.6, -10, 0]], 1e-5)
+  close(jax.jit(jax.grad(of))(TRAINED), jax.jit(jax.grad(of))(TRAINED))
 
 
 def test_a_sure_token_has_a_finite_kl_divergence():
@@ -360,7 +367,7 @@ def test_value_loss_by_hand():
 def test_gradients_of_value_loss():
   values, returns, old = jnp.array([[1.0, 5.0]]), jnp.array([[2.0, 0.0]]), 0.5
   fn = lambda v, r, o: value_loss(v, r, o, 0.1).values.sum()
-  gradients = jax.grad(fn, (0, 1, 2))(values, returns, jnp.full((1, 2), old))
+  gradients = jax.jit(jax.grad(fn, (0, 1, 2)))(values, returns, jnp.full((1, 2), old))
   # The first is clipped (at 0.6, worse than 1), the second is not: V - R = 5.
   close(gradients[0], [[0.0, 5.0]])
   assert not np.any(gradients[1]) and not np.any(gradients[2])
@@ -383,16 +390,16 @@ def chain(logps, old, advantages, mask):
 def test_the_chain_is_deaf_to_what_is_masked():
   advantages = jnp.array([[1.0, -1.0, 2.0]] * 3)
   args = LOGPS, OLD, advantages, MASK
-  want = jax.value_and_grad(chain)(*args)
+  want = jax.jit(jax.value_and_grad(chain))(*args)
   nan = [jnp.where(MASK == 0, jnp.nan, x) for x in args[:3]]
-  got = jax.value_and_grad(chain)(*nan, MASK)
+  got = jax.jit(jax.value_and_grad(chain))(*nan, MASK)
   assert float(got[0]) == float(want[0]) and math.isfinite(want[0])
   np.testing.assert_array_equal(got[1], want[1])
   jitted = jax.jit(jax.value_and_grad(chain))(*args)
   close(jitted[1], want[1])
   # The last row holds nothing: without it everything is the same.
-  fewer = jax.value_and_grad(chain)(*(x[:2] for x in args))
+  fewer = jax.jit(jax.value_and_grad(chain))(*(x[:2] for x in args))
   close(fewer[0], want[0])
   close(fewer[1], want[1][:2])
-  empty = jax.value_and_grad(chain)(*nan, 0 * MASK)
+  empty = jax.jit(jax.value_and_grad(chain))(*nan, 0 * MASK)
   assert float(empty[0]) == 0.0 and not np.any(empty[1])

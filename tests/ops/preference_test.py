@@ -43,7 +43,7 @@ def run(name, scores, **options):
 def gradients(fn, scores):
   """Of a function of scores, in the two log-probabilities."""
   of = lambda c, r: fn(scores._replace(chosen=c, rejected=r))
-  return jax.grad(of, (0, 1))(scores.chosen, scores.rejected)
+  return jax.jit(jax.grad(of, (0, 1)))(scores.chosen, scores.rejected)
 
 
 def moved(scores, field, row, by):

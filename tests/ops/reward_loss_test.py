@@ -29,14 +29,16 @@ def test_values_by_hand():
 def test_gradients_by_hand():
   fn = lambda c, r, m: bradley_terry(c, r, m, centering=0.5).values.sum()
   margin = jnp.array([LN3, 0.0, -LN2])
-  chosen, rejected, of_margin = jax.grad(fn, (0, 1, 2))(CHOSEN, REJECTED, margin)
+  chosen, rejected, of_margin = jax.jit(jax.grad(fn, (0, 1, 2)))(
+    CHOSEN, REJECTED, margin
+  )
   # -1/2 from each gap of 0, and the sum of the rewards from the centering.
   total = np.asarray(CHOSEN + REJECTED)
   close(chosen, total - 0.5)
   close(rejected, total + 0.5)
   assert not np.any(of_margin)
   through = lambda c: bradley_terry(c, REJECTED).metrics["rewards/margin"].sum()
-  assert not np.any(jax.grad(through)(CHOSEN))
+  assert not np.any(jax.jit(jax.grad(through))(CHOSEN))
 
 
 def test_extremes_and_precision():
@@ -44,7 +46,7 @@ def test_extremes_and_precision():
   fn = lambda c: bradley_terry(c, -c, centering=0.1).values.sum()
   got = bradley_terry(vast, -vast)
   assert got.values.dtype == jnp.float32 and np.isfinite(got.values).all()
-  assert np.isfinite(np.asarray(jax.grad(fn)(vast), np.float32)).all()
+  assert np.isfinite(np.asarray(jax.jit(jax.grad(fn))(vast), np.float32)).all()
 
 
 def test_adding_a_constant_is_free_unless_centred():

@@ -78,7 +78,7 @@ class Ours:
 
   def gradient(self, rows, loss):
     """(loss, gradient) of a function of the rows' log-probabilities."""
-    value, slope = jax.value_and_grad(loss)(self.logps(self.policy, rows))
+    value, slope = jax.jit(jax.value_and_grad(loss))(self.logps(self.policy, rows))
     return value, tree.flatten(self._run(self.policy, rows, slope)[1])
 
   def pairs(self, case):
@@ -180,7 +180,7 @@ def check_reward(name, batch, want):
   loss = lambda pair: jnp.mean(
     reward_loss.bradley_terry(pair[0], pair[1], margin, centering).values
   )
-  value, gradient = jax.value_and_grad(loss)((chosen, rejected))
+  value, gradient = jax.jit(jax.value_and_grad(loss))((chosen, rejected))
   np.testing.assert_allclose(value, want[0], rtol=TOLERANCE)
   np.testing.assert_allclose(np.concatenate(gradient), want[1], rtol=TOLERANCE)
 

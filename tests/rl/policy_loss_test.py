@@ -59,7 +59,7 @@ def losses(
 
 
 def gradient(settings, logps=LOGPS, **arrays: Any):
-  return jax.grad(lambda x: losses(settings, x, **arrays).sum())(logps)
+  return jax.jit(jax.grad(lambda x: losses(settings, x, **arrays).sum()))(logps)
 
 
 def close(got, want, tolerance=1e-5):
@@ -239,8 +239,8 @@ def test_masked_tokens_never_count(kind):
   arrays = {"old": wide(OLD), "drawn": wide(DRAWN), "mask": jnp.array([[0, 1, 1, 0.0]])}
   settings = config(kind)
   close(losses(settings, wide(LOGPS), **arrays)[:, 1:3], losses(settings))
-  slopes = jax.grad(
-    lambda x: aggregate(losses(settings, x, **arrays), arrays["mask"]).total
+  slopes = jax.jit(
+    jax.grad(lambda x: aggregate(losses(settings, x, **arrays), arrays["mask"]).total)
   )(wide(LOGPS))
   close(slopes, jnp.pad(gradient(settings), ((0, 0), (1, 1))))
   _, shown = policy_loss.corrected_surrogate(
@@ -429,8 +429,8 @@ def test_observations_between_actions_are_predicted(mode, weight):
   close(total.total - plain.total, 0.5 * cross_entropy(logits))
   assert total.weight == plain.weight == weight
   close(means["observation_loss"].mean(), cross_entropy(logits))
-  slope = jax.grad(lambda x: loss(x, example, 0.5)[0].total)(logits)
-  without = jax.grad(lambda x: loss(x, example, 0.0)[0].total)(logits)
-  close(slope - without, 0.5 * jax.grad(cross_entropy)(logits))
+  slope = jax.jit(jax.grad(lambda x: loss(x, example, 0.5)[0].total))(logits)
+  without = jax.jit(jax.grad(lambda x: loss(x, example, 0.0)[0].total))(logits)
+  close(slope - without, 0.5 * jax.jit(jax.grad(cross_entropy))(logits))
   parts = [loss(logits, example.take(rows), 0.5)[0] for rows in ([0, 1], [2, 3])]
   close(sum(part.total for part in parts), total.total)

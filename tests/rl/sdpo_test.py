@@ -185,7 +185,10 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     each = [jnp.sum(jnp.exp(a) * (a - b), -1) for a, b in zip(q, teacher)]
     return each[0] + jnp.sum(jnp.exp(policy[0]) * each[1])
 
-  got, want = jax.grad(expected)(draw(0)), jax.grad(divergence)(draw(0))
+  got, want = (
+    jax.jit(jax.grad(expected))(draw(0)),
+    jax.jit(jax.grad(divergence))(draw(0)),
+  )
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=1e-6)
 

@@ -288,7 +288,9 @@ def test_an_adapter_of_some_layers_on_a_stacked_model(use_dora, tmp_path):
   )
   # A layer without an adapter gets none by training either.
   graph, params, rest = nnx.split(stacked, nnx.LoRAParam, ...)
-  gradient = jax.grad(lambda p: jnp.var(nnx.merge(graph, p, rest)(TOKENS)[0]))(params)
+  gradient = jax.jit(jax.grad(lambda p: jnp.var(nnx.merge(graph, p, rest)(TOKENS)[0])))(
+    params
+  )
   for path, value in tree.flatten(gradient).items():
     zero = not np.any(np.asarray(value)[0])
     assert zero == ("q_proj" not in path), path

@@ -96,7 +96,7 @@ def test_gradients_go_to_the_feature_that_was_used():
   embeddings, features = arrays(2)
   weights = np.random.default_rng(1).normal(size=embeddings.shape).astype(np.float32)
   loss = lambda e, f: jnp.sum(image_tokens.scatter_images(e, TOKENS, f, 2) * weights)
-  of_text, of_images = jax.grad(loss, argnums=(0, 1))(embeddings, features)
+  of_text, of_images = jax.jit(jax.grad(loss, argnums=(0, 1)))(embeddings, features)
   places = TOKENS == 2
   np.testing.assert_array_equal(of_text, np.where(places[..., None], 0, weights))
   flat = of_images.reshape(-1, 3)

@@ -46,7 +46,7 @@ def test_values_and_gradients(name):
   total = lambda p: losses.weighted(name, p, inputs(), config)
   values = total(jnp.array([LOGPS]))[0]
   np.testing.assert_allclose(values, by_hand(name), rtol=1e-6)
-  slopes = jax.grad(lambda p: total(p).sum())(jnp.array([LOGPS]))[0]
+  slopes = jax.jit(jax.grad(lambda p: total(p).sum()))(jnp.array([LOGPS]))[0]
   ratios = [math.exp(p - q) for p, q in zip(LOGPS, OLD)]
   a, w, s = ADVANTAGES, WEIGHTS, math.exp(-0.5)
   expected = {
@@ -76,7 +76,7 @@ def test_a_token_of_weight_0_reaches_neither_value_nor_gradient():
   config = losses.configured("importance_sampling", None)
   given["weights"] = jnp.zeros((1, 4))
   total = lambda p: losses.weighted("importance_sampling", p, given, config).sum()
-  value, slope = jax.value_and_grad(total)(jnp.full((1, 4), jnp.nan))
+  value, slope = jax.jit(jax.value_and_grad(total))(jnp.full((1, 4), jnp.nan))
   assert value == 0 and not np.any(slope)
 
 

@@ -137,7 +137,7 @@ def compile_for_tpu():
       out, _ = nnx.merge(graph, state)(x, sin_cos, visible)
       return jnp.mean(out.astype(jnp.float32) ** 2)
 
-    value, grads = jax.value_and_grad(loss)(state)
+    value, grads = jax.jit(jax.value_and_grad(loss))(state)
     updates, moments = optimizer.update(grads, moments, state)
     return optax.apply_updates(state, updates), moments, value
 
