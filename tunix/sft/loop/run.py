@@ -98,7 +98,7 @@ class Work(Protocol):
 
   @property
   def _no_doubts(self) -> Collection[str]:
-    """Metrics of `doubts` that are no sign in this run."""
+    """The metrics that `doubts` must ignore in this run."""
     return ()
 
   @property
@@ -194,21 +194,22 @@ class Run:
       config.checkpoint_root_directory, config.checkpointing_options, self._best_step
     )
     self._source: Source | None = None  # of a call that has not ended yet
-    # All processes must stop at the same step. A process that receives a signal names a
-    # step that no process has passed yet: up to `max_inflight_computations` steps are
-    # dispatched ahead.
+    # All processes must stop at the same step, but each may have dispatched up to
+    # `max_inflight_computations` steps ahead. So a process that receives a signal names
+    # a later step, which no process has passed yet.
     self._notice = coordination.StopNotice(lag=config.max_inflight_computations + 2)
     self._calls = 0  # completed calls of `train` in this process
     self._units = 0  # learned in this process
-    self._doubted: set[str] = set()  # metrics whose notes were logged on the way
+    self._doubted: set[str] = set()  # metrics whose notes were already logged
     self._is_training = False
-    self._cadence_checked_until = 0  # the last step that `_save_is_due` has looked at
+    self._cadence_checked_until = 0  # the last step that `_save_is_due` has checked
 
   def train(self, train_ds: object, eval_ds: object, skip_jit: bool) -> TrainResult:
-    """Trains until the data, `max_steps` or patience ends; see `PeftTrainer.train`.
+    """Trains to the end of the data, `max_steps` or an early stop.
 
-    A script that is started again repeats all of its calls of `train`. The calls that
-    were complete in the checkpoint return at once, and the interrupted call continues.
+    See `PeftTrainer.train`. A script that is started again repeats all of its calls of
+    `train`. Calls that were complete when the checkpoint was saved return at once, and
+    the interrupted call continues.
 
     Raises:
       Stopped: SIGINT or SIGTERM arrived. The current update is finished and saved.
@@ -239,8 +240,9 @@ class Run:
     if self._is_over:
       _log.info("this run stopped early: %s", self._result())
     work._position.data_state = self._place()
-    # Outside the session, where Ctrl-C is not deferred: without a saved iterator state
-    # this call draws and drops all batches that were consumed, which can take long.
+    # `_open` can take long: without a saved iterator state, it draws and drops all
+    # batches that were consumed. It runs before the session, which defers Ctrl-C, so
+    # that Ctrl-C ends it at once.
     source = self._source = work._open(train_ds, self._source)
     with work._session() as signals:
       work._begin()
@@ -250,19 +252,19 @@ class Run:
           "the training data gave no batch: it is empty, or a generator that an "
           "earlier loop has exhausted"
         )
-      # The evaluation before the first step, or one that a resumed run still owes: its
-      # checkpoint may have been taken before the evaluation of that step.
+      # This is the evaluation before the first step. In a resumed run, it is the one of
+      # the restored step, if the checkpoint was saved before that evaluation.
       self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
       while unit is not None and not self._is_over:
         work._learn(unit, skip_jit)
         self._look_for_doubts()
         self.stop_if_signalled(signals)
-        # The checkpoint is written below, after the next unit was drawn. The place in
-        # the data before that unit must be stored now.
+        # The checkpoint is written below, after the next unit is drawn. It must have
+        # the place in the data before that unit, so this place is stored now.
         if due := self._save_is_due():
           source.remember()
-        # The device is busy with the update, so the next unit is drawn meanwhile,
-        # before anything waits for the device.
+        # The next unit is drawn while the device computes the update. Evaluations and
+        # saves come later, because they wait for the device.
         with self.saved_on_failure():
           unit = self._draw(source)
         self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
@@ -284,7 +286,8 @@ class Run:
   def _is_over(self) -> bool:
     """True if the run has stopped early.
 
-    It follows from the position, which is saved, so a resumed run stays stopped.
+    The value is computed from the position. A checkpoint has the position, so a resumed
+    run stays stopped.
     """
     record, options = self._record, self.config.best
     return (
@@ -335,10 +338,10 @@ class Run:
     return doubts.notes(work.metrics_logger, prefix, work._no_doubts)
 
   def _look_for_doubts(self) -> None:
-    """Logs each sign that the run does not learn once, as soon as it is seen."""
+    """Logs new signs that the run does not learn; each sign is logged only once."""
     self._units += 1
     if self._units & (self._units - 1):
-      return  # only after 1, 2, 4, 8, ... units, because a look reads all values
+      return  # checks only after 1, 2, 4, 8, ... units: a check reads all values
     for metric, note in self._doubts().items():
       if metric not in self._doubted:
         _log.warning("after step %d: %s", self._work.train_steps, note)
@@ -355,8 +358,8 @@ class Run:
   ) -> None:
     step, position = self._work.train_steps, self._work._position
     done, every = position.evaluated_at, self.config.eval_every_n_steps
-    # `step % every` would miss evaluations: in RL one unit makes several updates, and
-    # can step over a multiple of `every`.
+    # In RL, one unit makes several updates, so `step` can pass a multiple of `every`
+    # without being equal to it. `step % every == 0` would miss this evaluation.
     crossed = every is not None and step // every > done // every
     if done < 0 or crossed or (last and done < step):
       self._judge(self._work._evaluate(eval_ds, skip_jit, signals))
@@ -371,7 +374,7 @@ class Run:
     if options is None or record is None:
       return
     value = best_lib.value_of(record, metrics)
-    # At step 0 the metrics are those of the given model, not a result of the run.
+    # At step 0, the metrics are those of the model before training.
     if step:
       self._work._position.best = best_lib.judge(record, options, step, value)
     if self._is_over:
@@ -389,7 +392,7 @@ class Run:
       position.rewind()
 
   def stop_if_signalled(self, signals: DeferredSignals) -> None:
-    """Saves and leaves the loop if this or another process has received a signal.
+    """Saves and raises Stopped if this or another process has received a signal.
 
     Raises:
       Stopped: A signal has arrived.
@@ -410,13 +413,14 @@ class Run:
     try:
       yield
     except BaseException:  # includes KeyboardInterrupt
-      # Saving needs all processes, and the others have not failed.
+      # A save needs all processes. With several, the others have not failed, so they do
+      # not take part.
       if jax.process_count() == 1:
         self.save()
       raise
 
   def save(self) -> bool:
-    """Saves the run unless this step is saved; returns True if it was written."""
+    """Saves the run unless this step is already saved; returns True if it saved it."""
     step = self._work.train_steps
     if self.config.checkpoint_root_directory is None or step == self.saved_step():
       return False
@@ -459,7 +463,7 @@ class Run:
     return saved is not None
 
   def close(self) -> None:
-    """Saves the last step if it is not saved, and waits until it is written.
+    """Saves the last step if it is not saved yet, and waits for the write.
 
     Raises:
       OSError: The last checkpoint could not be written.
