@@ -62,16 +62,18 @@ def pytest_collection_modifyitems(
   """Marks what `make check` leaves to CI and what CI leaves out; sorts the files."""
   recorded = timings.read()
   slow = set(timings.SLOW.read_text().splitlines())
+  known = set()
   for item in items:
-    timing = recorded.get(timings.function_of(item.nodeid))
-    if timing is not None and timing.most >= timings.LONG:
+    fixtures = getattr(item, "fixturenames", ())
+    file = item.nodeid.partition("::")[0]
+    known |= {timings.function_of(item.nodeid), *(f"{file}::{x}" for x in fixtures)}
+    if timings.is_long(item.nodeid, fixtures, recorded):
       item.add_marker("long")
     if item.nodeid in slow:
       item.add_marker("slow")
   ids = {item.nodeid for item in items}
   _check_listed(config, timings.SLOW, slow, ids)
-  functions = {timings.function_of(name) for name in ids}
-  _check_listed(config, timings.FILE, set(recorded), functions)
+  _check_listed(config, timings.FILE, set(recorded), known)
   seconds = timings.by_file(recorded)
   items.sort(key=lambda item: -seconds[item.nodeid.partition("::")[0]])
 

@@ -36,3 +36,15 @@ def test_the_costliest_case_makes_a_function_long():
   found = timings.summed(lines)
   assert found["a_test.py::test_x"] == timings.Timing(most=0.6, total=1.0)
   assert timings.by_file(found) == {"a_test.py": 1.0, "b_test.py": 0.1}
+
+
+def test_who_shares_a_costly_fixture_is_long():
+  recorded = {
+    "a_test.py::run": timings.Timing(timings.SHARED, timings.SHARED),
+    "a_test.py::test_y": timings.Timing(timings.LONG, timings.LONG),
+  }
+  is_long = lambda *names: timings.is_long(*names, recorded)
+  assert is_long("a_test.py::test_x[1]", ("tmp_path", "run"))
+  assert not is_long("a_test.py::test_x[1]", ("tmp_path",))
+  assert not is_long("b_test.py::test_x[1]", ("run",))
+  assert is_long("a_test.py::test_y[1]", ())

@@ -2,7 +2,8 @@
 
 `timings.txt` has a line for each test function of KEPT seconds or more: the processor
 seconds of its costliest case, those of all its cases, and its id. A function whose
-costliest case takes LONG seconds is marked `long`; `make check` leaves it to CI. CI
+costliest case takes LONG seconds is marked `long`; `make check` leaves it to CI. So is
+every test that uses a fixture of its file of SHARED seconds or more (FILE::FIXTURE). CI
 begins with the costliest file, so that both of its processes end at the same time.
 
 The seconds include compilation, so they are measured with an empty folder of programs:
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Iterable
 
 LONG = 0.5
+SHARED = 4.0
 KEPT = 0.1
 FILE = pathlib.Path(__file__).with_name("timings.txt")
 SLOW = pathlib.Path(__file__).with_name("slow_tests.txt")
@@ -37,6 +39,14 @@ class Timing:
 def function_of(test_id: str) -> str:
   """Returns the id of a test without its case."""
   return test_id.partition("[")[0]
+
+
+def is_long(test_id: str, fixtures: Iterable[str], timings: dict[str, Timing]) -> bool:
+  """Returns True if a test, or a fixture that it shares with its file, takes long."""
+  file, none = test_id.partition("::")[0], Timing()
+  shared = [timings.get(f"{file}::{name}", none).most for name in fixtures]
+  own = timings.get(function_of(test_id), none).most
+  return own >= LONG or max(shared, default=0.0) >= SHARED
 
 
 def read(file: pathlib.Path = FILE) -> dict[str, Timing]:

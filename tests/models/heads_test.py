@@ -21,10 +21,13 @@ def leaves(model):
 def test_every_family_becomes_a_critic_and_comes_back(name, tmp_path):
   source = checkpoints.GOLDEN / name
   critic = AutoModel.from_pretrained(source, num_scores=2)
-  assert critic.lm_head is None and toys.logits(critic, TOKENS).shape == (2, 6, 2)
-  hidden = toys.logits(critic, TOKENS, return_hidden=True)
-  want = np.asarray(hidden) @ np.asarray(critic.score.kernel[...])
-  np.testing.assert_allclose(toys.logits(critic, TOKENS), want, rtol=1e-4, atol=1e-5)
+  assert critic.lm_head is None
+  # The numbers of scores are in tests/rl/utils_test.py, and of Gemma 3 here.
+  assert jax.eval_shape(lambda: critic(TOKENS)[0]).shape == (2, 6, 2)
+  if name == "gemma3":
+    hidden = toys.logits(critic, TOKENS, return_hidden=True)
+    want = np.asarray(hidden) @ np.asarray(critic.score.kernel[...])
+    np.testing.assert_allclose(toys.logits(critic, TOKENS), want, rtol=1e-4, atol=1e-5)
   save_pretrained(critic, tmp_path / "out", source=source)
   assert "score.weight" in checkpoints.tensors(tmp_path / "out")
   back = AutoModel.from_pretrained(tmp_path / "out")
