@@ -59,9 +59,9 @@ class Engine:
     tokenizer: any object that TokenizerAdapter wraps.
     config: sizes of the engine.
     gather_weights: layout of sharded weights, see `Sampler`.
-    draft_model: a small `Transformer` with the same vocabulary, on the same mesh. The
-      model checks its tokens, so it never changes the tokens of a completion. Needs
-      `EngineConfig.draft_tokens`. None: prompt lookup only.
+    draft_model: a small `Transformer` with the same vocabulary, on the same mesh. It
+      needs `EngineConfig.draft_tokens`. `model` checks every draft, so drafts never
+      change the tokens of a completion. None: drafts come from prompt lookup only.
 
   Attributes:
     tokenizer: the adapter.
@@ -108,7 +108,7 @@ class Engine:
     )
     self._orders = itertools.count()
     self._requests = OpenRequests()
-    # Called after each submission, for a driver that waits for one.
+    # Called after each submission. It wakes a driver that waits for requests.
     self.on_submit: Callable[[], None] = lambda: None
 
   # Requests.
@@ -121,8 +121,8 @@ class Engine:
       streams: return text while a completion grows; if False, all text at its end.
 
     Raises:
-      ValueError: the request can never run: too many tokens, ids outside the
-        vocabulary, an unknown adapter.
+      ValueError: the request can never run. It has too many tokens, ids outside the
+        vocabulary, or an unknown adapter.
       EngineDead: the engine failed.
     """
     self._requests.check_alive()
@@ -158,7 +158,11 @@ class Engine:
     self._take_arrivals()
 
   def hold_back(self, is_held: bool) -> None:
-    """Stops or allows the start of waiting completions; started ones go on."""
+    """Holds waiting completions back, or lets them start; started ones continue.
+
+    Args:
+      is_held: if True, no waiting completion starts.
+    """
     self._scheduler.waiting.hold_back(is_held)
 
   @property
@@ -176,8 +180,9 @@ class Engine:
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
 
-    Inside `programs.recording` nothing runs (see run/recorded.py). The engine is closed
-    afterwards, because each call of a plan makes an engine of the size it needs.
+    Inside `programs.recording`, programs are recorded and not run (run/recorded.py).
+    The engine is then closed, because a plan makes an engine for each of its calls, of
+    the size that the call needs.
     """
     if programs.is_recording():
       tickets = [Ticket("a plan", request) for request in requests]
@@ -197,7 +202,7 @@ class Engine:
 
     Args:
       ticket: the request.
-      timeout: seconds between two deltas, see `Ticket.get`.
+      timeout: seconds to wait for each delta, see `Ticket.get`.
     """
     return results.collected(ticket, timeout)
 
@@ -220,7 +225,7 @@ class Engine:
     """Calls a function that launches; if it fails, all open requests fail too."""
     try:
       return function()
-    except BaseException as error:  # an interrupt loses the cache as well
+    except BaseException as error:  # also an interrupt, which loses the cache too
       self._die(error)
       if not isinstance(error, Exception):
         raise
@@ -266,7 +271,7 @@ class Engine:
 
     Args:
       constraints: compile also the programs of constrained requests.
-      on_part: called before each part with its number from 1 on, and their count.
+      on_part: called before each part with its number (from 1) and the number of parts.
     """
     parts = batch.warm_up_parts(
       self.config, self.vocab_size, self._drafts.sources, constraints
@@ -274,11 +279,12 @@ class Engine:
     for number, (source, requests) in enumerate(parts, 1):
       on_part(number, len(parts))
       if source is None:
-        self.sleep()  # the next rows start as narrow as in a fresh engine
+        self.sleep()  # frees the wide rows: a fresh engine starts with narrow ones
       self._drafts.use_only(source)
       self.run(requests)
       if source == "model":
-        self._device.move_nothing()  # and computes no missing keys of the draft model
+        # Compiles also the program that computes missing keys of the draft model.
+        self._device.move_nothing()
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()
@@ -292,11 +298,11 @@ class Engine:
     version: int | None = None,
     mode: UpdateMode = "recompute",
   ) -> None:
-    """Takes new weights between two launches. Kept prefixes are forgotten.
+    """Takes new weights between two launches, and forgets all cached prefixes.
 
     Args:
-      model: the model with the new weights; None: they were written into the present
-        model.
+      model: the model with the new weights. None: the caller has written the new
+        weights into the present model.
       version: number of the weights; None: the next one.
       mode: treatment of running completions. "recompute": they keep their tokens, and
         their keys and values are computed again. "keep": they continue with the keys
@@ -311,7 +317,8 @@ class Engine:
     model = self._model if model is None else model
     if model.config != self._model.config:
       raise ValueError(
-        "the new model has another configuration than the engine's: make a new engine"
+        "model has another configuration than the engine, expected the same: make a "
+        "new engine"
       )
     if mode == "drain":
       self._or_die(self._drain)
@@ -345,7 +352,7 @@ class Engine:
     self._device.adapters.unload(name)
 
   def sleep(self) -> None:
-    """Frees the cache; `step` makes a new one. Running completions are recomputed."""
+    """Frees the cache; `step` makes a new one and recomputes running completions."""
     self._scheduler.forget(self.version, recompute=True)
     self._device.release()
 
@@ -353,7 +360,7 @@ class Engine:
     """Does nothing, because the next `step` makes the cache again."""
 
   def close(self) -> None:
-    """Frees the device; open requests receive EngineDead."""
+    """Frees the memory on the device; open requests receive EngineDead."""
     if self.is_alive:
       self._die(EngineDead("the engine was closed"))
 
@@ -368,7 +375,7 @@ class Engine:
 
   @property
   def is_alive(self) -> bool:
-    """False after a failed launch, an interrupted one, or `close`."""
+    """False after `close`, or after a launch failed or was interrupted."""
     return self._requests.failure is None
 
   @property

@@ -49,7 +49,7 @@ METRICS = (
   Metric(
     "rewards/kl",
     "nats",
-    "estimated divergence from the reference that is subtracted from the rewards",
+    "estimated KL divergence from the reference; it is subtracted from the rewards",
     "train",
     "if `algorithm.beta` is not 0 and the reward has the divergence (PPO, RLOO, ...)",
     "`rewards/reward_kl_penalty`",
@@ -57,25 +57,26 @@ METRICS = (
   Metric(
     "perf/exchange_wait_sec",
     "s",
-    "time in which process 0 had drawn its completions and waited for those of others",
+    "time that process 0 waited for completions of others after it had drawn its own",
     condition="with `rollout.engine=per_process` or `remote`, and several processes",
   ),
 )
 
 
 class Experience:
-  """Samples completions and computes their rewards and log-probabilities.
+  """The sampling of completions, with their rewards and log-probabilities.
 
   Args:
     cluster: the models.
     config: settings of the algorithm.
     reward_fns: see RLLearner.
     metric_fns: see RLLearner.
-    episodes: draws completions in environments; None: they are answers to the prompts.
+    episodes: draws completions in environments; None: each completion is one answer to
+      its prompt.
 
   Attributes:
     shared_prompts: True if a prompt is computed once for all its completions.
-    phases: seconds by phase since the last `take`.
+    phases: seconds by phase since the last `phases.take()`.
     measured: metrics of every batch of rollouts since the list was last cleared.
 
   Raises:
@@ -114,12 +115,13 @@ class Experience:
 
     Args:
       batch: the prompts.
-      mode: in training, the metrics are added to `measured`.
-      number: batches of rollouts that were trained on before. In training, samples
-        depend only on `number`, on `batch.number` and on the seed.
+      mode: training or evaluation. Only training adds metrics to `measured`.
+      number: number of batches of rollouts that were trained on before. In training,
+        the random key depends only on `number`, on `batch.number` and on the seed.
       shape_rewards: computes the scores from the rollouts.
-      measured, phases: receive the metrics and the seconds, in another thread than the
-        learner's; None: those of this object.
+      measured, phases: receive the metrics and the seconds. None: the attributes of
+        this object, which only the learner's thread may change. Other threads pass
+        their own.
     """
     measured = self.measured if measured is None else measured
     phases = self.phases if phases is None else phases
@@ -143,13 +145,15 @@ class Experience:
 
     Args:
       batch: the prompts.
-      number: batches of rollouts that were trained on before; None in evaluations.
+      number: number of batches of rollouts that were trained on before; None in
+        evaluations.
     """
     seed = self._cluster.cluster_config.rollout(Mode.TRAIN).seed
     if number is None:
       seed = self._cluster.cluster_config.rollout(Mode.EVAL).seed
     key = jax.random.fold_in(jax.random.key(seed), batch.number)
-    # Prompts that were put back are sampled again under the same batch number.
+    # Prompts that were put back return under the same batch number. `number` gives
+    # them another key.
     return key if number is None else jax.random.fold_in(key, number)
 
   def group(
@@ -157,8 +161,8 @@ class Experience:
   ) -> Rollouts:
     """Samples the completions of one prompt in training, and computes their rewards.
 
-    The scores are those before `shaped`. Several threads may call it; reward functions
-    then run in one of them at a time.
+    The scores are the total rewards; `shaped` computes the final ones. Several threads
+    may call this method. Reward functions then run in one thread at a time.
 
     Args:
       batch: the prompt.
@@ -208,10 +212,10 @@ class Experience:
 
   @contextlib.contextmanager
   def _no_other_rewards(self) -> Iterator[None]:
-    """Waits until no thread of `group` computes rewards, and keeps it so.
+    """Waits until no thread of `group` computes rewards, and then keeps them waiting.
 
     Raises:
-      TimeoutError: it does for `rollout_timeout_s`.
+      TimeoutError: a thread still computes rewards after `rollout_timeout_s`.
     """
     timeout_s = self._cluster.cluster_config.training_config.rollout_timeout_s
     if not self._one_at_a_time.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
@@ -231,13 +235,13 @@ class Experience:
     return dataclasses.replace(rollouts, rewards=rewards, scores=scores)
 
   def add(self, measured: list[dict[str, Mean]], phases: Phases) -> None:
-    """Adds the metrics and the seconds of rollouts of another thread."""
+    """Adds the metrics and the seconds of rollouts that another thread sampled."""
     self.measured += measured
     for name, seconds in phases.seconds.items():
       self.phases.add(name, seconds)
 
   def max_tokens(self, config: RolloutConfig) -> int:
-    """Returns the most tokens of a completion."""
+    """Returns the largest number of tokens of a completion."""
     if self._episodes is not None:
       return self._episodes.config.max_tokens
     return config.max_tokens_to_generate
@@ -309,14 +313,15 @@ class Experience:
     policy_moves: bool,
     **fields: object,
   ) -> TrainExample:
-    """Makes the training example of rollouts; scores what the loss needs.
+    """Makes the training example of rollouts; computes log-probs that the loss needs.
 
     Args:
       rollouts: completions with rewards.
-      advantages: [B] or [B, R].
-      old: log-probabilities [B, R] of the policy before the update, if they are known.
+      advantages: of completions [P * G], or of the tokens of rows [B, R].
+      old: log-probabilities [B, R] of the policy before the update; None if they are
+        not known.
       policy_moves: True if the policy changes between the first and the last update on
-        these rollouts. `old` is computed only in this case.
+        these rollouts. If `old` is None, it is computed only in this case.
       **fields: further fields of the example.
 
     Raises:
@@ -324,13 +329,14 @@ class Experience:
     """
     config = self._config
     self._check_recorded(rollouts)
-    # Rows without a reward stay in the batch with weight 0: its shape must not change.
+    # The shape of the batch must not change, so rows without a reward stay in it with
+    # weight 0.
     mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
     if advantages.ndim == 1:
       advantages = rollouts.by_row(advantages)
     _check_finite(advantages[mask if advantages.ndim > 1 else mask.any(1)])
     if rollouts.versions is not None:
-      # The updates that follow begin with these weights.
+      # The following updates begin with the weights of this step.
       step = self._cluster.actor_trainer.train_steps
       self.measured.append(metrics.staleness(rollouts.versions, mask, step))
     with self.phases("scoring"):
@@ -381,7 +387,7 @@ class Experience:
 
     Returns:
       The policy's log-probabilities and the estimated divergence of every token, both
-      float32 [B, R], the divergence 0 on padding. Both are None if `beta` is 0.
+      float32 [B, R]. The divergence is 0 on padding. Both are None if `beta` is 0.
     """
     config, mask = self._config, rollouts.completion_mask
     if not config.beta:
@@ -423,13 +429,17 @@ class Experience:
 
 
 def _check_finite(advantages: np.ndarray) -> None:
-  """Raises ValueError if an advantage of rows that are trained on is out of range."""
+  """Checks the advantages of rows that are trained on.
+
+  Raises:
+    ValueError: an advantage is NaN, or does not fit in float32.
+  """
   bad = ~(np.abs(advantages) <= np.finfo(np.float32).max)
   if bad.any():
     raise ValueError(
       f"{bad.sum()} of {bad.size} advantages are not finite, the first is "
       f"{advantages[bad][0]}; expected finite ones. Lower the weights of the rewards, "
-      "or correct the function that is the advantage_estimator"
+      "or correct the function of advantage_estimator"
     )
 
 

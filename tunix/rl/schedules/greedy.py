@@ -1,21 +1,22 @@
-"""The schedule `greedy`: an engine that is always full, next to the learner.
+"""The schedule `greedy`: an engine stays full while the learner trains.
 
     engine    | prompts of batches t to t + S, new weights between two launches ...
     learner   | train t | train t + 1 | train t + 2 | ...
 
-Each prompt is a group: a thread of its own runs its environments and rewards, and asks
-the engine for actions (engine_loop.py). Batches start and are trained in the order of
-the data, so nothing is discarded and no length is favored. The rule of admission
-bounds the age of every token, see `jobs.admissible`.
+The completions of one prompt are a group, and each group has its own thread. The thread
+runs the environments and the rewards of the group, and asks the engine for actions
+(engine_loop.py). Batches start and are trained in the order of the data, so nothing is
+discarded and no length is favored. The rule of admission bounds the age of every token,
+see `jobs.admissible`.
 
-What depends on timing is which requests and which weights the engine takes before which
-launch, and is in the journal (journal.py). After a kill, groups that had ended are read
-from it, and the others start again. A replay takes the same decisions before the same
-launches, so that the engine computes the same bytes.
+Only one thing depends on timing: which requests and weights the engine takes before
+each launch. The journal (journal.py) records these decisions. After a kill, groups that
+had ended are read from the journal, and the others start again. A replay takes the same
+decisions before the same launches, so that the engine computes the same bytes.
 
 Each of several processes has an engine and a journal, and samples its share of every
-batch. The processes exchange a batch when it is complete. They start their engines and
-copy weights in the same steps, because all of them compute the copies.
+batch. The processes exchange a batch when it is complete. All processes start their
+engines and copy weights in the same steps, because all take part in each copy.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ from tunix.utils import coordination, mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
-_LAUNCH_S = 3600.0  # for a launch in a replay, which may compile
-_CLOSE_S = 60.0  # in which threads may still end when the learner is closed
+_LAUNCH_S = 3600.0  # longest launch of a replay; it may include compilation
+_CLOSE_S = 60.0  # longest wait for the threads to end, when they are stopped
 
 
 class Greedy(Ahead):
-  """Keeps an engine full, `lag` batches ahead of the updates; see `Ahead`.
+  """The schedule that keeps an engine full, up to `lag` batches ahead; see `Ahead`.
 
   Args:
-    max_tokens: most tokens of a prompt and all that follows it.
+    max_tokens: largest number of tokens of a prompt and all tokens after it together.
     generations: completions of a prompt.
-    folder: folder of the checkpoints, which has the journal; None: there is no journal.
-    replay: folder of a journal to repeat; None: decisions are taken here.
+    folder: folder of the checkpoints; the journal is in it. None: there is no journal.
+    replay: folder of a journal to repeat. None: this run takes its own decisions.
 
   Raises:
-    ValueError: the rollout engine cannot be used.
+    ValueError: the rollout engine has no stream, see `BaseRollout.check_stream`.
     RecordError: the journal is damaged.
-    JournalError: it belongs to another run.
+    JournalError: the journal belongs to another run.
     FileNotFoundError: there is no journal to repeat.
   """
 
@@ -90,7 +91,8 @@ class Greedy(Ahead):
     if replay is not None:
       self._replayed = Journal(journal_lib.folder_of(pathlib.Path(replay)), reads=True)
       self._decider: Decider = Replayed(self._replayed, self._timeout_s)
-      # It names what does not come. The learner's limit is for a launch without end.
+      # `Replayed` raises an error that names what is missing. The learner's own limit
+      # is longer: it ends a launch that never returns.
       self._timeout_s += _LAUNCH_S
     else:
       if folder is not None:
@@ -116,18 +118,24 @@ class Greedy(Ahead):
     self._stop()
     self._check_first_weights()
     super().begin()
-    for job in self._jobs:  # an end may have been written while the threads ended
+    for job in self._jobs:  # groups may have ended just before their threads stopped
       job.read_ends(self._journal)
 
   def _check_first_weights(self) -> None:
-    """Refuses the journal of another model; a checkpoint has a stamp of its own."""
+    """Checks that the run of the journal began with the same weights.
+
+    Resumed runs are not checked here, because a checkpoint has its own stamp.
+
+    Raises:
+      JournalError: the run of the journal began with other weights.
+    """
     first = None if self._journal is None else self._journal.first_stamp
     stamp = self._cluster.version.stamp
     if first not in (None, stamp) and not self._cluster.actor_trainer.train_steps:
       raise JournalError(
         f"{self._journal and self._journal.folder} belongs to a run that began with "
-        f"other weights (stamp {first}, and these have {stamp}): use the model of that "
-        "run, or another folder"
+        f"other weights (their stamp is {first}, and the stamp of these is {stamp}): "
+        "use the model of that run, or another folder"
       )
 
   def _job(self, batch: PromptBatch, number: int) -> Job:
@@ -139,8 +147,9 @@ class Greedy(Ahead):
     return job
 
   def _start(self, new: list[Job]) -> None:
-    # A run that is resumed first makes the updates whose batches are complete. The
-    # engine then begins with weights that are at least as new as its last ones.
+    # A resumed run first makes the updates whose batches are complete, without an
+    # engine. The engine then starts with weights that are at least as new as the last
+    # ones before the kill.
     if self._loop is None and self._is_engine_needed():
       self._start_loop(self._prompts_of_first_batch())
     if self._loop is not None:
@@ -148,7 +157,7 @@ class Greedy(Ahead):
         self._start_groups()
 
   def _is_engine_needed(self) -> bool:
-    """Returns True if the first batch is not complete, on any process."""
+    """Returns True if any process lacks rollouts of the first batch."""
     missing = bool(self._jobs[0].missing)
     return any(coordination.gather("prompts that are missing", missing))
 
@@ -165,7 +174,7 @@ class Greedy(Ahead):
     return jax.process_count() > 1
 
   def _exchange(self, job: Job) -> None:
-    """Waits for the prompts of this process, and takes those of the others.
+    """Waits for the rollouts of this process, and exchanges them with the others.
 
     Raises:
       AbsentError: another process failed, or did not take part in time.
@@ -189,7 +198,8 @@ class Greedy(Ahead):
     phases.note("episodes_in_flight", float(missing * self._generations))
     phases.add("engine_idle", 0.0 if self._loop is None else self._loop.take_idle())
 
-    # Prompts are sampled at the same time, and rewards are computed one by one.
+    # Prompts are sampled at the same time, so the longest time counts. Rewards are
+    # computed for one prompt after the other, so the sum counts.
     def each(name):
       return [part.phases.seconds.get(name, 0.0) for part in parts]
 
@@ -197,7 +207,7 @@ class Greedy(Ahead):
     phases.add("rewards", sum(each("rewards")))
 
   def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
-    """Samples with the rollout's own engine, while the greedy one makes a pause."""
+    """Samples with the rollout's own engine, while the engine of the loop is paused."""
     self._cluster.load_weights(self._cluster.weights())
     if self._loop is None:
       return self._sampled_here(batch, number)
@@ -221,7 +231,7 @@ class Greedy(Ahead):
     super().end()
 
   def to_json(self) -> list[Any] | None:
-    """Returns the prompts that are ahead; their rollouts are in the journal."""
+    """Returns the prompts of batches that are ahead; rollouts are in the journal."""
     if self._journal is not None:
       self._journal.sync()
     return [job.to_json() for job in self._kept]
@@ -237,10 +247,11 @@ class Greedy(Ahead):
     self._journal = self._replayed = None
 
   def _prompts_of_first_batch(self) -> int:
-    """Returns the size that all engines of a run have, also those after a kill.
+    """Returns this process's number of prompts of batch 0, which sizes all engines.
 
-    A replay has one size for all of them, and the size changes the last bits of
-    log-probabilities. The last batch of the data may be smaller.
+    An engine after a kill has the same size as before, because the size changes the
+    last bits of log-probabilities and a replay has only one size. The present batch
+    cannot give the size: it may be the last one of the data, which may be smaller.
     """
     groups = {} if self._journal is None else self._journal.ends
     size = sum(batch == 0 for batch, _ in groups)
@@ -266,7 +277,7 @@ class Greedy(Ahead):
     self._loop.start()
 
   def _stop(self) -> None:
-    """Ends the threads. What is not complete is sampled again."""
+    """Ends the threads. Groups that have not ended are sampled again."""
     if self._loop is None:
       return
     until = time.monotonic() + min(_CLOSE_S, self._timeout_s)
@@ -289,12 +300,12 @@ class Greedy(Ahead):
     self._loop, self._threads = None, []
 
   def _last_move(self, job: Job) -> float:
-    assert self._loop is not None  # a job that is not complete has started it
+    assert self._loop is not None  # `_start` has made it for an incomplete job
     if self._loop.failure is not None:
       raise self._loop.failure
     return self._loop.moved
 
-  # With `_changed` held, in the learner's thread or in that of the engine.
+  # In the learner's or the engine's thread, which holds `_changed`.
 
   def _start_groups(self) -> None:
     for job in self._jobs:
@@ -330,7 +341,7 @@ class Greedy(Ahead):
       job.clients.clear()
 
   def _start_again(self) -> None:
-    """Starts all that has not ended, as a process does that was started again."""
+    """Restarts every group that has not ended, as a restarted process does."""
     self._abandon()
     self._start_groups()
 
@@ -352,6 +363,6 @@ class Greedy(Ahead):
       client.hand_in(rollouts, content, offset)
     except Abandoned:
       pass
-    except BaseException as error:  # raised in the learner's thread, by `rollouts`
+    except BaseException as error:  # `rollouts` raises it in the learner's thread
       if not client.is_abandoned:
         loop.fail(error)

@@ -8,31 +8,34 @@ from typing import Literal
 # "none": no drafts. "lookup": device/prompt_lookup.py. "model": a draft model.
 Source = Literal["none", "lookup", "model"]
 
-# Tokens after which an older observation counts a third.
+# Number of drawn tokens after which an older observation has 1/e of its weight.
 _MEMORY_TOKENS = 256
-# Advantage from which drafts are used, because both sides are estimates.
+# Smallest speed-up at which drafts are used. It is above 1 because the speeds with and
+# without drafts are estimates.
 _MARGIN = 1.05
-# Time of a round with drafts, in rounds without, until both were measured.
+# Assumed time of a round with drafts, as a multiple of the time of a round without. It
+# is used until both times were measured.
 _FIRST_COST = 1.5
-# A source that only its own launches measure is tried for some of so many launches.
+# Some sources can be measured only in launches that use them. If such a source is not
+# in use, it is tried in `_TRIED_FOR` of every `_TRIED_EVERY` launches.
 _TRIED_EVERY, _TRIED_FOR = 64, 2
-# Launches before the first trial of a draft model, which measure a round without.
+# Launches before the first trial of a draft model. They measure rounds without drafts.
 _BEFORE_TRIAL = 3
 
 
 class DraftPolicy:
-  """Compares the tokens of a round with drafts to its cost, for each source.
+  """The choice of a source by two estimates: tokens of a round, and its time.
 
-  Without drafts, the device compares the first draft that prompt lookup would have
-  proposed with the token that was drawn. So it is known how often these drafts would be
-  accepted without trying them. The drafts of a model cost its passes, so they are tried
-  in 2 of 64 launches while another source is in use. While a model is in use, launches
-  without drafts are tried in the same way.
+  In a launch without drafts, the device compares the first draft that prompt lookup
+  would have proposed with the token that was drawn. The policy thus knows how often
+  these drafts would be accepted, without trying them. The drafts of a model cost passes
+  of that model, so they are tried in 2 of 64 launches while another source is in use.
+  While a model is in use, launches without drafts are tried in the same way.
 
   Args:
     draft_tokens: number of drafts of a round that uses them.
-    measures: use the measured times of rounds. False: assume a cost, because the
-      processes of a run must decide alike.
+    measures: if True, the policy uses the measured times of rounds; if False, an
+      assumed cost. Several processes must assume it, because all must decide alike.
     size_ratio: parameters of the draft model over those of the model; None: there is no
       draft model.
   """
@@ -56,13 +59,14 @@ class DraftPolicy:
     return ("none", "lookup", "model") if has_model else ("none", "lookup")
 
   def reset(self) -> None:
-    """Forgets what launches showed."""
-    # Tokens of a completion in a round with drafts. Nothing is known of a draft model.
+    """Forgets the results of all launches."""
+    # Tokens of a completion in a round with drafts, by source. A draft model has no
+    # entry before it was tried.
     self._gains: dict[str, float] = {"lookup": 1.0}
     self._seconds: dict[str, float] = {}
     self._seen: set[tuple[str, int]] = set()
     self._last: Source = "none"
-    self._trial = 0  # launches left of a trial of a source
+    self._trial = 0  # launches that are left in the current trial
     self._tried: Source = "model"
     self._since = _TRIED_EVERY - _BEFORE_TRIAL  # launches after the last trial
 
@@ -85,14 +89,14 @@ class DraftPolicy:
   def record(
     self, source: Source, turns: int, drawn: int, hits: int, seen: int
   ) -> None:
-    """Takes what a launch showed.
+    """Records the results of a launch.
 
     Args:
-      source: what made its drafts.
+      source: the source of the launch's drafts.
       turns: number of rounds, summed over the completions in them.
       drawn: number of tokens that these rounds drew.
-      hits: without drafts: number of tokens that prompt lookup predicted.
-      seen: without drafts: number of tokens that were compared with one.
+      hits: without drafts: number of drawn tokens that prompt lookup predicted.
+      seen: without drafts: number of drawn tokens that were compared with a prediction.
     """
     if not self._drafts or not turns:
       return
@@ -102,19 +106,20 @@ class DraftPolicy:
       self._since += 1
     if source != "none":
       self._learn(source, drawn / turns, drawn)
-    elif seen:  # a draft counts if all before it are right
+    elif seen:  # a draft is accepted only if all drafts before it are right
       share = hits / seen
       gain = sum(share**i for i in range(self._drafts + 1))
       self._learn("lookup", gain, drawn)
 
   def record_time(self, source: Source, width: int, seconds: float) -> None:
-    """Takes the time of a round.
+    """Records the time of a round.
 
-    The first time of each program includes its compilation, and the first launch with a
-    draft model after others computes the keys that it lacks. Both are left out.
+    The first time of each program includes its compilation. The first launch with a
+    draft model after launches without it also computes the keys that the draft model
+    lacks. Both times are ignored.
 
     Args:
-      source: what made its drafts.
+      source: the source of the round's drafts.
       width: tokens of a row.
       seconds: time of one round.
     """

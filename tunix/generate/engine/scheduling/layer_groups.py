@@ -1,8 +1,8 @@
 """Groups of layers: layers that see the same tokens share their page numbers.
 
 A layer with a window of w keys never reads a token again that is w positions behind. So
-its pages can be given up early, and its group needs few of them. All layers without a
-window are one group, and so are the layers of each window.
+the pages of such a layer can be released early, and its group needs few pages. All
+layers without a window are one group. All layers with the same window are one group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def windows_of(model: TransformerConfig, config: EngineConfig) -> Windows:
 
 
 def groups_of(model: TransformerConfig, windows: Windows) -> tuple[int, ...]:
-  """Returns the group of each layer: the narrowest one that has all that it sees.
+  """Returns for each layer the narrowest group that keeps all tokens the layer sees.
 
   Args:
-    model: sizes of the model. It may be another one than the windows were made for.
+    model: sizes of the model. The windows may have been made for another model.
     windows: the windows of the groups.
 
   Raises:
@@ -49,8 +49,8 @@ def groups_of(model: TransformerConfig, windows: Windows) -> tuple[int, ...]:
     if not fitting:
       raise ValueError(
         f"a layer has the window {window}, expected at most {windows[0]}: the cache "
-        "keeps no more tokens. Use a model whose layers see no more than those of the "
-        "model that the cache is made for"
+        "keeps no more tokens. Use a model whose windows are no wider than those of "
+        "the model that the cache was made for"
       )
     return fitting[-1]
 
@@ -58,11 +58,11 @@ def groups_of(model: TransformerConfig, windows: Windows) -> tuple[int, ...]:
 
 
 def pages_of(config: EngineConfig, window: int | None) -> int:
-  """Returns the number of pages of a group, without the one for idle rows.
+  """Returns the number of pages of a group, not counting the page for idle rows.
 
   A group with a window has twice the pages that the slots can hold while they decode.
-  The other half is for prompts of which a launch prefills more than a window, and for
-  kept prefixes: it keeps the ends of as many prefixes as there are slots.
+  The second half is for prompts of which a launch prefills more than a window, and for
+  cached prefixes. It can hold the ends of as many prefixes as there are slots.
 
   Args:
     config: sizes of the engine.
@@ -71,8 +71,8 @@ def pages_of(config: EngineConfig, window: int | None) -> int:
   if window is None:
     return config.pages
   size, tokens = config.page_tokens, config.launch_tokens(config.rounds)
-  # The keys that the first query of a launch sees, and the tokens that the launch
-  # draws, begin anywhere in a page.
+  # One span of tokens: the keys that the first query of a launch sees, and then the
+  # tokens that the launch draws. The span may begin anywhere in a page.
   running = config.slots * ((window + tokens - 2) // size + 2)
   others = max(running, config.prefill_tokens // size)
   return min(config.pages, running + others)

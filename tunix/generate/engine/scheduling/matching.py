@@ -1,6 +1,7 @@
-"""Calls of a completion's matcher, whose failure ends the completion only.
+"""Calls of matchers. A matcher that fails ends its own completion only.
 
-A constraint may be the caller's own class. The engine goes on whatever it raises.
+A constraint may be the caller's own class. The engine continues whatever that class
+raises.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def mask(s: Sequence, size: int) -> np.ndarray | None:
 
 
 def accept(s: Sequence, tokens: np.ndarray) -> None:
-  """Tells the matcher the drawn tokens; its failure becomes that of the completion."""
+  """Passes the drawn tokens to the matcher; if it fails, the completion fails."""
   matcher = s.matcher
   if matcher is None:
     return
@@ -52,7 +53,7 @@ def _called(s: Sequence, name: str, function: Callable[[], T]) -> T | None:
     return function()
   except RequestError as error:
     s.failure = error
-  except Exception as error:  # a matcher may be the caller's code: it ends its request
+  except Exception as error:  # from the caller's code: the error ends its request only
     s.failure = RequestError(
       f"{s.ticket.id}: {type(s.matcher).__name__}.{name} of the constraint raised "
       f"{type(error).__name__}: {error}. Correct the constraint"

@@ -11,10 +11,10 @@ from tunix.generate.engine.scheduling.sequence import Sequence
 
 
 class OpenRequests:
-  """Tickets that somebody waits for, and what arrived since the last launch.
+  """The open requests, and the arrivals and cancellations since the last launch.
 
   Attributes:
-    failure: why the engine ended; None while it runs.
+    failure: the exception that ended the engine; None while it runs.
   """
 
   def __init__(self):
@@ -37,7 +37,7 @@ class OpenRequests:
       raise EngineDead(f"the engine does not run: {self.failure}") from self.failure
 
   def add(self, ticket: Ticket, sequences: list[Sequence]) -> None:
-    """Opens a request; raises EngineDead if nobody would answer it."""
+    """Opens a request; raises EngineDead if the engine has ended."""
     with self._lock:
       self.check_alive()
       self._open[ticket] = sequences
@@ -49,15 +49,16 @@ class OpenRequests:
       self._cancelled += self._open if ticket is None else [ticket]
 
   def take(self) -> tuple[Seq[Sequence], list[Sequence]]:
-    """Returns the completions that arrived, and those that are to be cancelled."""
+    """Returns the completions that arrived, and the completions to cancel."""
     with self._lock:
       arrived, self._arrived = self._arrived, collections.deque()
       cancelled, self._cancelled = dict.fromkeys(self._cancelled), []
-      # An arrived completion of a cancelled request must be in the queue to be removed.
+      # A completion may be in both results. The caller then puts it into the queue
+      # first and removes it afterwards.
       return arrived, [s for ticket in cancelled for s in self._open.get(ticket, ())]
 
   def end(self, s: Sequence) -> None:
-    """Closes the request of a completion that has ended, if it was the last one."""
+    """Removes an ended completion, and closes its request after the last one."""
     with self._lock:
       left = self._open.get(s.ticket)
       if left is not None and s in left:

@@ -59,7 +59,8 @@ class PageGroups:
 
     Args:
       s: the completion. It holds no pages.
-      shares: use the pages of a known prefix, which `s.digests` names.
+      shares: if True, the completion shares the pages of its longest cached prefix,
+        which are found by `s.digests`.
 
     Returns:
       False if there are too few pages; the completion then holds none.
@@ -130,7 +131,12 @@ class PageGroups:
     return min(spare, default=None)
 
   def _lacking(self, s: Sequence, tokens: int) -> list[int]:
-    """Returns the pages of each group that `tokens` drawn tokens can need."""
+    """Returns the number of pages that a completion may lack in each group.
+
+    Args:
+      s: the completion.
+      tokens: largest number of tokens that it draws.
+    """
     pages_of = self._config.pages_of
     if not s.is_decoding:
       return [pages_of(tokens)] * len(self._groups)
@@ -138,7 +144,7 @@ class PageGroups:
     return [max(0, most - len(pages)) for pages in s.pages]
 
   def grow(self, s: Sequence, tokens: int) -> bool:
-    """Gives a completion pages up to its first `tokens` tokens.
+    """Gives a completion the pages that it lacks for its first `tokens` tokens.
 
     Returns:
       False if there are too few pages; the completion then keeps what it has.
@@ -179,7 +185,11 @@ class PageGroups:
         self._keep(digest, s.routes[place * self._size :][: self._size])
 
   def _keep(self, digest: bytes, routes: np.ndarray) -> None:
-    """Keeps the routes of a page, and forgets routes of pages that no pool has."""
+    """Keeps the routes of a page.
+
+    If there are more than two routes for each page, the routes of digests that no pool
+    has are forgotten.
+    """
     self._routes[digest] = routes.copy()
     if len(self._routes) > 2 * sum(pool.size for pool in self.pools):
 

@@ -1,4 +1,4 @@
-"""The prefix cache and the pages of the key-value cache, as the host counts them.
+"""The pages of the key-value cache and the prefix cache, as records of the host.
 
 A page holds the keys and values of `page_tokens` consecutive tokens of one prefix, in
 all layers. A full page has a digest: a hash of its tokens and of the digest of the page
@@ -6,8 +6,8 @@ before it. Equal digests therefore mean equal prefixes. The root digest, before 
 first page, is a hash of the version of the weights and the adapter's number.
 
 Completions with a common prefix hold the same pages. A full page without a holder keeps
-its contents and digest until its memory is needed. The page that lost its last holder
-first is reused first.
+its contents and digest until its memory is needed. Among these pages, the one that has
+been without a holder for the longest time is reused first.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PagePool:
     return out
 
   def find(self, digests: Iterable[Digest]) -> list[int]:
-    """Returns the pages of a prefix, up to the first missing one; it holds none."""
+    """Returns the pages of a prefix up to the first missing one; adds no holder."""
     out = []
     for digest in digests:
       page = self._pages.get(digest)
@@ -124,7 +124,7 @@ class PagePool:
           self._free.append(page)
 
   def name(self, page: int, digest: Digest) -> bool:
-    """Gives a full page its digest, unless it has one or another page has this one.
+    """Gives a full page a digest, unless it has one or another page has this digest.
 
     Returns:
       True if the page got the digest.

@@ -85,7 +85,7 @@ def rounds_of(
   out = []
   while blocks and len(out) < most:
     # Takes the largest size of a round that the blocks fill. The rest goes into smaller
-    # rounds. They cost little, because each also decodes and would run anyway.
+    # rounds. These cost little: each round also decodes, so it would run anyway.
     counts = config.block_counts
     count = max((n for n in counts if n <= len(blocks)), default=counts[0])
     out.append(blocks[:count])

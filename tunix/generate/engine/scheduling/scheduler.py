@@ -98,10 +98,11 @@ class Scheduler:
     """
     for s in self.active():
       if not recompute:
-        # Its pages mix two versions of the weights, so no other completion may share
-        # them: the root digest is its own.
+        # The pages of this completion mix two versions of the weights. A root digest
+        # that no other completion has keeps them from being shared.
         s.digests = [pages_lib.root_digest(f"{version} in {s.order}", s.adapter)]
-      elif s.slot is not None:  # None: a follower, preempted with its leader
+      # Without a slot, `s` is a follower that was preempted with its leader above.
+      elif s.slot is not None:
         self.preempt(s)
     for s in self.waiting:
       s.digests = [pages_lib.root_digest(version, s.adapter)]
@@ -116,8 +117,8 @@ class Scheduler:
     most = self.pages.most_blocks(active, tokens)
     plan = Plan(rounds=rounds_of(active, self._config, rounds, most))
     self._reserve(plan, tokens)
-    # A full round takes long. Without further rounds, the launch ends sooner and the
-    # host can return the first tokens.
+    # A round that is full of prompt blocks takes long. A launch with such a round gets
+    # no further rounds, so that it ends sooner and the host can return first tokens.
     if not plan.fills_a_round(self._config):
       plan.decode_rounds = rounds - len(plan.rounds)
     self._fork(plan)
@@ -139,7 +140,7 @@ class Scheduler:
     while (sequence := self.waiting.first) and None in self.running:
       leader = self._leader_of(sequence)
       if leader is None and not self._find_pages(sequence):
-        return  # A later one that needs fewer pages would starve it by overtaking.
+        return  # Later ones wait too: small ones would overtake and starve this one.
       self.waiting.pop()
       sequence.leader, sequence.is_started = leader, True
       sequence.slot = self.running.index(None)
@@ -155,7 +156,7 @@ class Scheduler:
     return next((s for s in same if s.leader is None and not s.drawn), None)
 
   def _find_pages(self, sequence: Sequence) -> bool:
-    """Gives a completion pages, shared ones first; False if there are too few."""
+    """Gives a completion pages, shared ones first; returns False if it cannot."""
     shares = self._config.prefix_cache and not sequence.needs_scores
     if shares:
       pages_lib.extended(sequence.digests, sequence.known, self._size)
@@ -175,7 +176,7 @@ class Scheduler:
     ends = {b.sequence: b.start + b.count for blocks in plan.rounds for b in blocks}
     for sequence in self.active():
       end = ends.get(sequence, sequence.length if sequence.is_decoding else 0)
-      if end == sequence.length:  # it draws tokens
+      if end == sequence.length:  # the completion draws tokens in this launch
         end = min(end + tokens, sequence.limit)
       while sequence.slot is not None and not self.pages.grow(sequence, end):
         self.preempt(max((s for s in self.active() if s.pages), key=lambda s: s.rank))
@@ -196,8 +197,9 @@ class Scheduler:
         self.hit_tokens += follower.hit(leader.length)
         plan.forks.append(Fork(leader, follower, copied))
     if plan.forks:
-      # The next launch loads the slots of the followers, because the leader's pages are
-      # complete only at the end of this one. Further rounds would leave them idle.
+      # The leader's pages are complete only at the end of this launch, so the next
+      # launch loads the slots of the followers. In further rounds of this launch, these
+      # slots would be idle.
       plan.decode_rounds = 0
 
   def _followers(self, leader: Sequence) -> list[Sequence]:

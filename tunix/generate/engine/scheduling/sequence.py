@@ -1,4 +1,4 @@
-"""One completion while the engine works on it, as the host knows it."""
+"""The host's record of a completion while the engine works on it."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ class Sequence:
   Attributes:
     ticket: the request it belongs to.
     sample: number of the completion in its request.
-    order: number of its submission, among all; earlier ones come first.
+    order: number of the completion in the order of submission to the engine. Among
+      equal priorities, lower numbers are admitted first.
     tokens: int32 buffer, prompt and drawn tokens; `length` of them are valid.
     length: number of tokens so far.
     computed: number of tokens whose keys and values are in `pages`.
-    drafted: of these, number of tokens that have keys of the draft model, too.
+    drafted: number of computed tokens that also have keys of the draft model.
     limit: number of tokens at which it ends.
     slot: the slot it runs in; None while it waits.
     pages: pages of its tokens, in order, for each group of layers; see page_groups.py.
     digests: root digest and those of its full pages, see pages.py.
-    leader: a completion of the same request that is prefilled for this one too.
+    leader: a completion of the same request whose prefill this one shares; None if it
+      waits for none.
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
     filters: filters that can exclude a token, by name.
     uses: flags of `token_sampling.Rules` that it needs.
     adapter: number of its adapter, see `AdapterBank.index`; 0: none.
     matcher: state of its constraint, or None.
-    scores: log-probs of the prompt's tokens so far, if they are asked for.
+    scores: log-probs of the prompt's tokens so far, if the request needs them.
     routes: experts of its tokens [limit, M, k], see experts/route_records.py; None if
       they are not recorded.
-    routed: number of tokens from the first on whose experts are in `routes`.
+    routed: number of tokens, counted from the first, whose experts are in `routes`.
     reader: turns its tokens into text, see text.py.
     is_started: it was admitted at least once.
-    failure: error with which it ends after the launch; None before.
-    finish_reason: why it ended; None before.
+    failure: error that ends it after the launch; None if there is none.
+    finish_reason: why it ended; None until it ends.
   """
 
   ticket: Ticket
@@ -85,7 +87,10 @@ class Sequence:
 
   @property
   def needs_scores(self) -> bool:
-    """True if its whole prompt must be run, because nothing has scored it yet."""
+    """True if the request needs log-probs of its prompt and has none yet.
+
+    The whole prompt must then be run, without pages of the prefix cache.
+    """
     return self.request.prompt_logprobs and self.ticket.prompt_scores is None
 
   @property
@@ -105,8 +110,8 @@ class Sequence:
   def record(self, start: int, routes: np.ndarray) -> None:
     """Records the experts of consecutive tokens.
 
-    A token keeps the experts of its first run. A completion that gave its pages up runs
-    its tokens again, and the log-probs of drawn tokens come from the first run.
+    A preempted completion runs its tokens again. A token keeps the experts of its first
+    run, because the log-probs of drawn tokens come from that run.
 
     Args:
       start: position of the first token, at most `routed`.
@@ -119,7 +124,7 @@ class Sequence:
       self.routed = end
 
   def hit(self, tokens: int) -> int:
-    """Records and returns the prompt tokens that it need not prefill."""
+    """Records and returns the number of prompt tokens that need no prefill."""
     if self.sample == 0:
       self.ticket.cached_tokens = tokens
     return tokens

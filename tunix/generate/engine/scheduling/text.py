@@ -1,7 +1,8 @@
-"""Text of a growing completion: stop strings, and parts for a stream.
+"""The text of a growing completion: stop strings, and parts for a stream.
 
-Decoding costs grow with the tokens since the last call, not with the completion: only
-a window at its end is decoded.
+While a completion grows, each call decodes only the end of the completion. The cost of
+a call grows with the number of new tokens and not with the length of the completion.
+The call at the end decodes the whole completion once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TextReader:
     streams: return text while the completion grows, not only at its end.
 
   Raises:
-    RequestError: from all methods: the tokenizer cannot decode the tokens.
+    RequestError: the tokenizer cannot decode the tokens. All methods can raise it.
   """
 
   def __init__(self, decode: Decode, stops: Sequence[str], streams: bool):
@@ -49,7 +50,7 @@ class TextReader:
     """
     if not self._stops:
       return None
-    # As many tokens as the longest stop string has bytes hold it for sure.
+    # The longest stop string spans at most as many tokens as it has bytes.
     first = max(0, self._searched - self._stops.longest_bytes - _CONTEXT)
     clean = self._searched - first
     end = outputs.find_stop(self._decode, tokens[first:], self._stops, clean)
@@ -66,7 +67,8 @@ class TextReader:
     if finish_reason is not None:
       whole = outputs.text_of(self._decode, tokens, finish_reason, self._stops)
       sent = "".join(self._sent)
-      # A tokenizer may clean text up across what was sent; that cannot be taken back.
+      # With more tokens, a tokenizer may decode already sent text differently. Sent
+      # text cannot be taken back, so only its length counts.
       return whole[len(sent) :]
     if not self.streams:
       return ""

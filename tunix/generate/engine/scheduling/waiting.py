@@ -49,7 +49,7 @@ class Waiting:
     self._fill([s for s in self if s is not sequence])
 
   def hold_back(self, is_held: bool) -> None:
-    """Stops or allows the start of completions."""
+    """Holds completions back that have not started, or lets them start."""
     self.is_held = is_held
     self._fill(list(self))
 
