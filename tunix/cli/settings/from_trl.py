@@ -194,7 +194,7 @@ def _batch(
 
 def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
-    ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
+    ours: dict[str, Any] = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
     ours["algorithm.loss_algo"] = _LOSS_ALGOS.get(str(value))
     # TRL's weight of CISPO has no lower bound, which is a distance of 1 here.
     ours["algorithm.epsilon_low"] = 1.0 if value == "cispo" else None
@@ -214,8 +214,9 @@ def _level(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any
 
 def _upper(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   # TRL's bound of CISPO is that of the weight itself, ours a distance from 1.
-  is_bound = options.get("loss_type") == "cispo" and isinstance(value, int | float)
-  return {"algorithm.epsilon_high": value - 1 if is_bound else value}
+  if options.get("loss_type") == "cispo" and isinstance(value, int | float):
+    return {"algorithm.epsilon_high": value - 1}
+  return {"algorithm.epsilon_high": value}
 
 
 _BETAS = {
