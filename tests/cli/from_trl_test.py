@@ -26,6 +26,18 @@ def translate(job, **options):
       {"loss_type": "sapo"},
       {"loss_algo": "sapo", "loss_agg_mode": "sequence-mean-token-mean"},
     ),
+    (
+      "grpo",
+      {"loss_type": "cispo", "epsilon_high": 5.0},
+      {"loss_algo": "cispo", "epsilon_low": 1.0, "epsilon_high": 4.0},
+    ),
+    (
+      "grpo",
+      {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+      {"loss_algo": "gspo", "loss_agg_mode": "sequence-mean-token-sum"},
+    ),
+    ("grpo", {"importance_sampling_level": "sequence"}, {"loss_algo": "gspo"}),
+    ("grpo", {"epsilon_high": 0.28}, {"epsilon_high": 0.28}),
     ("grpo", {"loss_type": "grpo"}, {"loss_agg_mode": "sequence-mean-token-mean"}),
     ("grpo", {"mask_truncated_completions": True}, {"mask_truncated": True}),
     ("grpo", {"beta": 0.1}, {"beta": 0.1, "kl_corrected": True}),
@@ -68,6 +80,11 @@ def test_every_key_of_the_table_exists():
     ("sft", {"gradient_accumulation_steps": 0}, "0 is no whole number of at least 1"),
     ("grpo", {"scale_rewards": ["group"]}, "no counterpart of ['group']"),
     ("grpo", {"loss_type": ["dapo", "grpo"]}, "no counterpart of ['dapo', 'grpo']"),
+    (
+      "grpo",
+      {"importance_sampling_level": "sequence", "loss_type": "cispo"},
+      "no counterpart of 'sequence'",
+    ),
     # Values that our keys do not take.
     ("sft", {"eval_steps": 0.1}, "training.eval_every_n_steps is the number 0.1"),
     ("sft", {"num_train_epochs": 0.5}, "data.num_epochs is the number 0.5"),

@@ -82,6 +82,20 @@ def test_gspo_of_one_token_is_grpo():
     same(product, clipped(OF_ROWS, mode, **first), at=LOGPS[:, :1])
 
 
+def test_luspo_is_gspo_with_the_sum_over_tokens():
+  def luspo(logps):
+    """Returns GSPO's loss of each completion times its length (arXiv:2602.05261)."""
+    total = 0.0
+    for i in range(B):
+      n = int(MASK[i].sum())
+      s = jnp.exp((logps[i, :n] - OLD[i, :n]).mean())
+      total += n * jnp.minimum(s * OF_ROWS[i], jnp.clip(s, 0.7, 1.3) * OF_ROWS[i])
+    return -total / B
+
+  bounds = {"clip_low": 0.3, "clip_high": 0.3}
+  same(clipped(OF_ROWS, "sequence-mean-token-sum", "sequence", **bounds), luspo)
+
+
 def test_gspo_of_equal_token_ratios_is_grpo():
   shifted = OLD + jnp.array(RNG.normal(size=(B, 1)), jnp.float32)
   mode = "sequence-mean-token-mean"

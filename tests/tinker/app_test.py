@@ -122,7 +122,8 @@ def test_json_bodies_and_results(clients):
   assert failed["category"] == "user" and "which this service" in failed["error"]
   dimuon = {"type": "dimuon", "learning_rate": 0.1}
   sent = ann.post("optim_step", model_id=model, seq_id=5, optimizer_params=dimuon)
-  assert "'dimuon'" in ann.result(sent.json()["request_id"])["error"]
+  error = ann.result(sent.json()["request_id"])["error"]
+  assert "'dimuon'" in error and "published formula of it; expected adamw" in error
   waiting = ann.post("optim_step", model_id=model, seq_id=7, adam_params={}).json()
   found = ann.post("retrieve_future", request_id=waiting["request_id"]).json()
   assert (found["type"], found["queue_state"]) == ("try_again", "active")

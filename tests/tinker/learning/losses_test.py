@@ -81,7 +81,7 @@ def test_a_token_of_weight_0_reaches_neither_value_nor_gradient():
 
 
 def test_wrong_names_and_configurations():
-  with pytest.raises(NotServedError, match="its formula is not part of the SDK"):
+  with pytest.raises(NotServedError, match="we know no published formula of it"):
     losses.loss_named("stable_reinforce")
   with pytest.raises(TinkerError, match=r"'grpo'; expected one of cross_entropy"):
     losses.loss_named("grpo")

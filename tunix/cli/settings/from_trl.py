@@ -37,7 +37,6 @@ _SAME = {
   "num_generations": "algorithm.num_generations",
   "num_iterations": "algorithm.num_iterations",
   "epsilon": "algorithm.epsilon",
-  "epsilon_high": "algorithm.epsilon_high",
   "delta": "algorithm.epsilon_c",
   "mask_truncated_completions": "algorithm.mask_truncated",
   "temperature": "rollout.temperature",
@@ -56,7 +55,10 @@ _REDUCTIONS = {
   "grpo": "sequence-mean-token-mean",
   "dr_grpo": "sequence-mean-token-scale",
   "sapo": "sequence-mean-token-mean",
+  "cispo": "token-mean",
+  "luspo": "sequence-mean-token-sum",
 }
+_LOSS_ALGOS = {"sapo": "sapo", "cispo": "cispo", "luspo": "gspo"}
 # Names that need no key: the value has no effect, or is what tunix does anyway.
 _NOT_NEEDED = {"bf16", "fp16", "use_peft", "dataset_train_split"}
 _NOT_NEEDED |= {"assistant_only_loss", "completion_only_loss"}
@@ -192,11 +194,29 @@ def _batch(
 
 def _loss(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
   if job in ("grpo", "ppo"):
-    ours = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
-    ours["algorithm.loss_algo"] = "sapo" if value == "sapo" else None
+    ours: dict[str, Any] = {"algorithm.loss_agg_mode": _REDUCTIONS.get(str(value))}
+    ours["algorithm.loss_algo"] = _LOSS_ALGOS.get(str(value))
+    # TRL's weight of CISPO has no lower bound, which is a distance of 1 here.
+    ours["algorithm.epsilon_low"] = 1.0 if value == "cispo" else None
     return {key: value for key, value in ours.items() if value is not None}
   names = _several(value)
   return {"preference.loss": names[0]} if len(names) == 1 else {}
+
+
+def _level(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
+  loss = options.get("loss_type", "dapo")
+  if value == "token":
+    return _loss(job, loss, options)
+  of_completions = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")
+  is_gspo = value == "sequence" and loss in of_completions
+  return {"algorithm.loss_algo": "gspo"} if is_gspo else {}
+
+
+def _upper(job: str, value: object, options: Mapping[str, Any]) -> dict[str, Any]:
+  # TRL's bound of CISPO is that of the weight itself, ours a distance from 1.
+  if options.get("loss_type") == "cispo" and isinstance(value, int | float):
+    return {"algorithm.epsilon_high": value - 1}
+  return {"algorithm.epsilon_high": value}
 
 
 _BETAS = {
@@ -209,6 +229,8 @@ _BETAS = {
 _SPECIAL: Mapping[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] = {
   "beta": lambda job, value, options: {_BETAS.get(job, "preference.beta"): value},
   "loss_type": _loss,
+  "importance_sampling_level": _level,
+  "epsilon_high": _upper,
   "scale_rewards": lambda job, value, options: (
     {"algorithm.advantage_estimator": _ADVANTAGES[str(value)]}
     if str(value) in _ADVANTAGES

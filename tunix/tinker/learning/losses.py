@@ -117,7 +117,7 @@ LOSSES: dict[str, Loss] = {
   ),
 }
 _NOT_SERVED = {  # name -> why
-  "stable_reinforce": "its formula is not part of the SDK",
+  "stable_reinforce": "we know no published formula of it",
   "custom": "it runs functions of clients",
 }
 

@@ -58,8 +58,11 @@ def check_optimizer(config: object) -> None:
   """
   kind = config.get("type") if isinstance(config, dict) else None
   if kind not in (None, "adamw"):
+    reason = ""
+    if kind == "dimuon":
+      reason = ", because we know no published formula of it"
     raise NotServedError(
-      f"the optimizer is {str(kind)[:80]!r}, which this service does not have; "
+      f"the optimizer is {str(kind)[:80]!r}, which this service does not have{reason}; "
       "expected adamw. Use AdamParams"
     )
 
