@@ -1,1 +1,4 @@
-"""Reinforcement learning: rollouts, rewards, learners."""
+"""Reinforcement learning: rollouts, rewards, learners.
+
+The formulas are in `tunix.ops`: `advantages`, `policy_gradient`, `importance`, `kl`.
+"""

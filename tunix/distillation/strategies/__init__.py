@@ -1,4 +1,7 @@
-"""Strategies: comparisons of a student with its teacher."""
+"""Strategies: comparisons of a student with its teacher.
+
+The formulas are in `tunix.ops.distill`.
+"""
 
 from tunix.distillation.strategies.attention import (
   AttentionProjectionStrategy as AttentionProjectionStrategy,

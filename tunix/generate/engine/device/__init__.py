@@ -1,1 +1,4 @@
-"""The compiled programs of a launch and of speculative decoding; `run` calls them."""
+"""The compiled programs of a launch; `run` calls them.
+
+`launch` also checks the draft tokens of speculative decoding.
+"""

@@ -1,1 +1,4 @@
-"""Mixtures of experts: layer, routing, and experts on several devices."""
+"""Mixtures of experts: layer, routing, and experts on several devices.
+
+The losses that balance them are in `tunix.ops.router`.
+"""
