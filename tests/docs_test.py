@@ -1,8 +1,9 @@
 """Runs every snippet of README and docs.
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
-folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
-stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
+folder, where `my-model`, `other-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and
+`prompts.jsonl` stand for the reader's own, and `quickstart` for the folder of `tunix
+quickstart`.
 Commands of tunix in `text` and `console` blocks need chips, servers, hosts, models of
 the hub, or minutes: their arguments and keys are checked, and they do not run.
 A run of 20 to 99 steps takes 4. README's first two blocks are the quickstart and this
@@ -24,6 +25,7 @@ from tests import forks, toys, toys_text, world
 from tunix.cli import config as config_lib, main
 from tunix.cli.commands.planning import serve as plan_serve
 from tunix.cli.settings import spelling
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.families import FAMILIES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -63,6 +65,15 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   model = toys.model(vocab_size=tokenizer.vocab_size)
   safetensors_saver.save_pretrained(model, folder / "my-model")
   tokenizer.save(folder / "my-model")
+  other = TokenizerAdapter(
+    toys_text.metaspace(),
+    chat_template=toys_text.LLAMA2,
+    bos_token="<s>",
+    eos_token="</s>",
+  )
+  model = toys.model(vocab_size=other.vocab_size)
+  safetensors_saver.save_pretrained(model, folder / "other-model")
+  other.save(folder / "other-model")
   words = " ".join(toys_text.WORDS).split()
   for name, count in (("chat", 120), ("eval", 8)):
     records = [

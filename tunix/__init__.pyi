@@ -39,6 +39,7 @@ from tunix.distillation.teacher_cache import (
 from tunix.distillation.teachers import (
   SelfTeacher as SelfTeacher,
   Teachers as Teachers,
+  TextTeacher as TextTeacher,
 )
 from tunix.generate.sampler import (
   CacheConfig as CacheConfig,

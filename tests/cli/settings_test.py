@@ -78,6 +78,12 @@ SELF = ON_POLICY | {
   "distill.self_teacher": "average",
   "distill.template": "{prompt} {demonstration}",
 }
+ALIGNED = {
+  "distill.teacher": "teacher",
+  "distill.align": "text",
+  "distill.strategy": "policy_gradient",
+  "distill.on_policy_fraction": 1.0,
+}
 # What else a key needs, to be set at all.
 NEEDS = {
   "model.revision": {"model.path": "owner/name"},
@@ -101,6 +107,7 @@ NEEDS = {
   "distill.template": SELF,
   "distill.demonstration": SELF,
   "distill.max_teacher_prompt_length": SELF,
+  "distill.align": ALIGNED,
   "distill.teachers": ON_POLICY | {"distill.teacher_column": "subject"},
   "distill.teacher_column": ON_POLICY | {"distill.teachers": {"math": "teacher"}},
   "data.shuffle_buffer": {"data.stream": True, "training.max_steps": 3},

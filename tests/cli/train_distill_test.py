@@ -3,10 +3,12 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
-from tests import toys_text
+from tests import toys, toys_text
 from tests.cli import runs
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
 
@@ -20,6 +22,24 @@ def teacher(tmp_path_factory):
   safetensors_saver.save_pretrained(
     model, folder, hf_fields={"eos_token_id": tokenizer.eos_id()}
   )
+  return folder
+
+
+@pytest.fixture(scope="module")
+def other_teacher(tmp_path_factory):
+  """A model with another vocabulary, BOS, end of a turn and chat template."""
+  folder = tmp_path_factory.mktemp("other") / "teacher"
+  tokenizer = TokenizerAdapter(
+    toys_text.metaspace(),
+    chat_template=toys_text.LLAMA2,
+    bos_token="<s>",
+    eos_token="</s>",
+  )
+  model = toys.model(5, vocab_size=tokenizer.vocab_size)
+  safetensors_saver.save_pretrained(
+    model, folder, hf_fields={"eos_token_id": tokenizer.eos_id()}
+  )
+  tokenizer.save(folder)
   return folder
 
 
@@ -38,6 +58,11 @@ ON_POLICY = {
 GRADIENT = ON_POLICY | {
   "distill__on_policy_fraction": 1,
   "distill__strategy": "policy_gradient",
+}
+
+ALIGNED = GRADIENT | {
+  "distill__align": "text",
+  "distill__max_teacher_prompt_length": 80,
 }
 
 SELF = ON_POLICY | {
@@ -162,6 +187,34 @@ def test_a_student_teaches_itself(keys, capsys):
   assert runs.metrics(keys["output_dir"])[2]["distill/kl_div"] > 0
 
 
+def test_a_teacher_with_another_tokenizer(keys, other_teacher, capsys):
+  """It reads the question in its own template, and a resumed run is the same."""
+  keys = keys | ALIGNED | {"distill__teacher": other_teacher}
+  assert train(keys | {"distill__align": None}) == 2
+  error = capsys.readouterr().err
+  assert "the tokenizers differ" in error and "distill.align=text" in error
+  assert train(keys, training__max_steps=2) == 0
+  assert "the longest teacher prompt has" in capsys.readouterr().out
+  assert np.isfinite(runs.metrics(keys["output_dir"])[2]["distill/reverse_kl"])
+  file = other_teacher / "chat_template.jinja"
+  before = file.read_text()
+  file.write_text(before + "\n")
+  try:
+    assert train(keys, training__max_steps=3) == 2
+    assert "teacher_tokenizer" in capsys.readouterr().err
+  finally:
+    file.write_text(before)
+
+
+@pytest.mark.slow
+def test_an_aligned_run_that_is_resumed_is_the_same(keys, other_teacher, tmp_path):
+  keys = keys | ALIGNED | {"distill__teacher": other_teacher}
+  assert train(keys, output_dir=tmp_path / "whole") == 0
+  assert train(keys, training__max_steps=2) == 0
+  assert train(keys) == 0
+  assert everything(tmp_path / "whole") == everything(keys["output_dir"])
+
+
 @pytest.mark.slow
 def test_records_name_their_teachers(keys, teacher, model, tmp_path, capsys):
   """The student as the second teacher: its divergence is 0 in the first step."""
@@ -263,6 +316,7 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
       SELF | {"distill__max_teacher_prompt_length": 4},
       "distill.max_teacher_prompt_length is 4",
     ),
+    (ON_POLICY | {"distill__align": "text"}, "distill.align is 'text', distill.strat"),
     (SELF | {"distill__demonstration": "hint"}, "the 'hint' is None; expected a text"),
   ],
   ids=str,

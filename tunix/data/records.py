@@ -87,6 +87,7 @@ class Kind:
     noun: plural noun for the records in reports.
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
+    teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
   """
 
   name: str
@@ -96,6 +97,7 @@ class Kind:
   noun: str = "records"
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
+  teacher_tokenizer: Any = None
 
 
 def read_sft(record: Any, where: str) -> Record:

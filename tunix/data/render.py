@@ -72,7 +72,8 @@ def render_record(
   extra = dict(read.extra)
   if TEACHER_PROMPT in extra:
     options = {name: options[name] for name in ("where", "chat", "template_kwargs")}
-    own = tokenise(extra[TEACHER_PROMPT], [], tokenizer, **options)
+    reads = tokenizer if kind.teacher_tokenizer is None else kind.teacher_tokenizer
+    own = tokenise(extra[TEACHER_PROMPT], [], reads, **options)
     extra[TEACHER_PROMPT] = own.prompt
   return rendered._replace(extra=extra, empty=empty)
 

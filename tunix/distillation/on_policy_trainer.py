@@ -25,15 +25,20 @@ from flax import nnx
 from tunix.data import render, rows
 from tunix.data.chat import Rendered
 from tunix.distillation import prompts as prompts_lib
+from tunix.distillation.alignment import TextAlignment
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.prompts import Prompts as Prompts
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.logit import LogitStrategy
-from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
+from tunix.distillation.strategies.policy_gradient import (
+  PolicyGradientStrategy,
+  SpanScores,
+)
 from tunix.distillation.teacher_cache import TeacherCache
-from tunix.distillation.teachers import SelfTeacher, Teachers
+from tunix.distillation.teachers import SelfTeacher, Teachers, TextTeacher
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine_sampler import sampler_of
+from tunix.generate.tokenizer_adapter import adapted
 from tunix.perf.trace import NoopTracer
 from tunix.sft import averages
 from tunix.sft.loop import trainer_arguments
@@ -102,21 +107,23 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
 
   Args:
     student_model, strategy, optimizer: see DistillationTrainer.
-    teacher_model: see DistillationTrainer; or a SelfTeacher, or Teachers.
+    teacher_model: see DistillationTrainer; or a SelfTeacher, Teachers, or a
+      TextTeacher.
     training_config: an OnPolicyConfig.
     metrics_logger, perf_tracer: see DistillationTrainer.
-    tokenizer: tokenizer of both models: a TokenizerAdapter, or a tokenizer that one can
-      wrap.
+    tokenizer: tokenizer of the student, and of a teacher that is no TextTeacher: a
+      TokenizerAdapter, or a tokenizer that one can wrap.
     tokenizers: see DistillationTrainer.
 
   Raises:
     TypeError: `training_config` is not an OnPolicyConfig.
     ValueError: a PolicyGradientStrategy gets tokens that are not samples of the
-      student's distribution, a SelfTeacher has no prompts of its own, or see
+      student's distribution, a SelfTeacher or TextTeacher has no prompts of its
+      own, a TextTeacher another strategy or a tokenizer that cannot be aligned, or see
       DistillationTrainer.
   """
 
-  _teachers = (nnx.Module, TeacherCache, SelfTeacher, Teachers)
+  _teachers = (nnx.Module, TeacherCache, SelfTeacher, Teachers, TextTeacher)
 
   def __init__(
     self,
@@ -147,6 +154,13 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       max_completion_length=training_config.max_completion_length,
     )
     self.sampler = sampler_of(student_model, tokenizer)
+    self._alignment = None
+    if isinstance(teacher_model, TextTeacher):
+      self._alignment = TextAlignment(
+        self.sampler.tokenizer,
+        adapted(teacher_model.tokenizer),
+        training_config.eos_tokens or (),
+      )
     super().__init__(
       student_model,
       teacher_model,
@@ -199,7 +213,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       )
     if limit is None or prompts is None:
       return out
-    ids = [np.asarray(self.sampler.tokenize(prompt), np.int32) for prompt in prompts]
+    ids = [self._teacher_ids(prompt) for prompt in prompts]
     if (longest := max(map(len, ids))) > limit:
       raise ValueError(
         f"a prompt of the teacher has {longest} tokens and max_teacher_prompt_length "
@@ -207,6 +221,11 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       )
     names = ("teacher_prompt_ids", "teacher_prompt_mask")
     return out | dict(zip(names, rows.stack_prompts(ids, limit, 0)))
+
+  def _teacher_ids(self, prompt: Any) -> np.ndarray:
+    if self._alignment is not None and isinstance(prompt, str):
+      prompt = self._alignment.teacher.tokenize(prompt, add_eos=False)
+    return np.asarray(self.sampler.tokenize(prompt), np.int32)
 
   def _prepare_inputs(self, batch: Prompts) -> Prompts:
     return batch  # the teacher scores it in _prepare_window, with its completions
@@ -237,11 +256,20 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
 
   def _taught(self, batch: Prompts) -> dict[str, Any]:
     """Returns the rows, with the output of a teacher that reads other rows."""
+    if self._alignment is not None and self._needs_teacher:
+      return self._taught_by_text(batch, self._alignment)
     rows_of = prompts_lib.joined(batch)
     seen = prompts_lib.seen_by_teacher(batch)
     if seen is None or not self._needs_teacher:
       return rows_of
     return rows_of | {"teacher_output": self._teacher_output(seen)}
+
+  def _taught_by_text(self, batch: Prompts, alignment: TextAlignment) -> dict[str, Any]:
+    ids, mask = batch.completion_ids, batch.completion_mask
+    assert ids is not None and mask is not None
+    readings = [alignment.read(row[own != 0]) for row, own in zip(ids, mask)]
+    rows_of, seen, ends = prompts_lib.spanned(batch, readings, 2 * ids.shape[1])
+    return rows_of | {"teacher_output": SpanScores(self._teacher_output(seen), ends)}
 
   @property
   def _needs_teacher(self) -> bool:
@@ -251,6 +279,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     if isinstance(teacher, SelfTeacher):
       is_average = teacher.weights == "average"
       return super()._score(self._state.merged(average=is_average), batch)
+    if isinstance(teacher, TextTeacher):
+      return super()._score(teacher.model, batch)
     if not isinstance(teacher, Teachers):
       return super()._score(teacher, batch)
     rest, outs = dict(batch), []
@@ -268,7 +298,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     def placed(model: nnx.Module, batch: object) -> Any:
       if not isinstance(batch, Mapping):
         return score(model, batch)
-      names = (prompts_lib.PLACES, prompts_lib.OWN)
+      names = (prompts_lib.PLACES, prompts_lib.OWN, prompts_lib.SPAN_ENDS)
       given = {name: batch[name] for name in names if name in batch}
       out = score(model, {k: x for k, x in batch.items() if k not in given})
       return jax.tree.map(functools.partial(prompts_lib.selected, **given), out)
@@ -331,10 +361,10 @@ def _check_teacher(
 ) -> None:
   """Refuses a teacher or a prompt of its own that the strategy cannot use."""
   has_prompts = config.max_teacher_prompt_length is not None
-  if isinstance(teacher, SelfTeacher) and not has_prompts:
+  if isinstance(teacher, SelfTeacher | TextTeacher) and not has_prompts:
     raise ValueError(
-      "teacher_model is a SelfTeacher and max_teacher_prompt_length None, so that it "
-      "reads what the student reads. Set it, and add teacher_prompts to the batches"
+      f"teacher_model is a {type(teacher).__name__}, which reads prompts of its own, "
+      "and max_teacher_prompt_length None. Set it, and add teacher_prompts to batches"
     )
   if isinstance(teacher, TeacherCache) and has_prompts:
     raise ValueError(
@@ -342,9 +372,12 @@ def _check_teacher(
       "has no rows with other prompts. Give the teacher's model"
     )
   moves = has_prompts or isinstance(teacher, SelfTeacher | Teachers)
-  if moves and not isinstance(strategy, LogitStrategy | PolicyGradientStrategy):
+  kinds = (PolicyGradientStrategy,)
+  if not isinstance(teacher, TextTeacher):  # whose distributions are over other tokens
+    kinds = (LogitStrategy, *kinds)
+  if moves and not isinstance(strategy, kinds):
     raise ValueError(
-      f"strategy is {type(strategy).__name__} and the teacher has prompts of its own, "
-      "or is a SelfTeacher or Teachers. Use LogitStrategy or PolicyGradientStrategy, "
-      "whose outputs belong to single tokens"
+      f"strategy is {type(strategy).__name__} and the teacher, with prompts of its own "
+      f"or not a single model, a {type(teacher).__name__}. Use "
+      f"{' or '.join(kind.__name__ for kind in kinds)}"
     )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix.data import rows as rows_lib
+from tunix.distillation.alignment import Reading, last_of_span
+from tunix.ops.reductions import span_sums
+
 # Fields of a batch for the teacher: for each position of the student's row that of the
 # teacher's, the number of the row's teacher, and whether it is the one that scores.
 PLACES, TEACHER, OWN = "places", "teacher_number", "own"
+# For each position of the teacher's row the last position of its span, see `spanned`.
+SPAN_ENDS = "span_ends"
 
 
 class Prompts(NamedTuple):
@@ -72,20 +79,68 @@ def seen_by_teacher(batch: Prompts) -> dict[str, Any] | None:
   return rows if batch.teacher is None else rows | {TEACHER: batch.teacher}
 
 
+def spanned(
+  batch: Prompts, readings: Sequence[Reading], length: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+  """Returns the rows of student and teacher, aligned by spans of text.
+
+  Args:
+    batch: prompts, those of the teacher too, and completions.
+    readings: the completion of each row in the tokens of the teacher.
+    length: tokens of a completion that the teacher reads.
+
+  Returns:
+    The fields of `joined`, which train only spans that the teacher reads whole; the
+    teacher's rows, with PLACES, OWN (the last position of each span) and SPAN_ENDS; and
+    int32 [B, T], for each position the last one of its span. The position of a token
+    is that of its label, one before it.
+  """
+  ids = [reading.ids[:length] for reading in readings]
+  marks = [np.ones_like(row) for row in ids]
+  columns = rows_lib.stack_completions(ids, marks, length, pad_id=0)
+  own: Any = (batch.teacher_prompt_ids, batch.teacher_prompt_mask)
+  rows, seen = joined(batch), joined(Prompts(*own, *columns))
+  ends, seen_ends = (
+    np.tile(np.arange(mask.shape[1], dtype=np.int32), (len(mask), 1))
+    for mask in (rows["input_mask"], seen["input_mask"])
+  )
+  places = np.zeros_like(ends)
+  starts = batch.prompt_mask.sum(1), own[1].sum(1)
+  for row, (reading, start, other) in enumerate(zip(readings, *starts)):
+    numbers = reading.student_spans
+    theirs, cut = np.split(reading.teacher_spans, [length])
+    part = np.arange(start - 1, start - 1 + len(numbers))
+    their_part = np.arange(other - 1, other - 1 + len(theirs))
+    rows["input_mask"][row, part + 1] *= np.isin(numbers, np.setdiff1d(theirs, cut))
+    ends[row, part] = start - 1 + last_of_span(numbers)
+    seen_ends[row, their_part] = other - 1 + last_of_span(theirs)
+    last = other - 1 + np.searchsorted(theirs, numbers, side="right") - 1
+    places[row, part] = np.maximum(last, 0)
+  fields = {PLACES: places, OWN: ends == np.arange(ends.shape[1]), SPAN_ENDS: seen_ends}
+  return rows, seen | fields, ends
+
+
 def selected(
-  x: jax.Array, places: jax.Array | None = None, own: jax.Array | None = None
+  x: jax.Array,
+  places: jax.Array | None = None,
+  own: jax.Array | None = None,
+  span_ends: jax.Array | None = None,
 ) -> jax.Array:
   """Returns the teacher's output [B, S, ...] at the student's positions.
 
   Args:
     x: output of the teacher at each position of its rows.
     places: int32 [B, T], see PLACES; None keeps the positions.
-    own: bool [B]; other rows become 0, so that the outputs of all teachers add up.
+    own: bool [B], or [B, T]; other rows or positions become 0, so that the outputs of
+      all teachers add up.
+    span_ends: int32 [B, S], see SPAN_ENDS; the values of a span are added first.
   """
 
   def wide(index):
     return index.reshape(index.shape + (1,) * (x.ndim - index.ndim))
 
+  if span_ends is not None:
+    x = span_sums(x, span_ends)
   if places is not None:
     x = jnp.take_along_axis(x, wide(places), axis=1)
   return x if own is None else jnp.where(wide(own), x, jnp.zeros_like(x))

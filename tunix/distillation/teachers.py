@@ -1,4 +1,4 @@
-"""Teachers that are no single model: the student itself, or one of several models."""
+"""Teachers that are the student, one of several models, or of another tokenizer."""
 
 from __future__ import annotations
 
@@ -45,6 +45,28 @@ class SelfTeacher:
         f"weights is {self.weights!r}: choose one of {', '.join(get_args(Weights))}"
       )
     checks.fields(self, rate=checks.SHARE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTeacher:
+  """A teacher with another tokenizer, which is compared with the student by text.
+
+  The teacher reads the student's completion in tokens of its own. It needs a
+  `PolicyGradientStrategy`, and prompts in its own tokens and chat template:
+  "teacher_prompts" in every batch, texts or the teacher's ids.
+
+  Attributes:
+    model: the teacher.
+    tokenizer: its tokenizer: a TokenizerAdapter, or a tokenizer that one can wrap.
+  """
+
+  model: nnx.Module
+  tokenizer: Any
+
+  @property
+  def models(self) -> dict[str, nnx.Module]:
+    """The model, in the form of `Teachers.models`."""
+    return {"": self.model}
 
 
 class Teachers:

@@ -70,7 +70,8 @@ def _difference(subject: str, student: object, teacher: object) -> ValueError:
   return ValueError(
     f"the tokenizers differ: {subject} is {student} to the student and {teacher} to "
     "the teacher, so that one id means different tokens. Use a teacher with the "
-    "student's tokenizer"
+    "student's tokenizer, or compare by text: distill.align=text, in Python "
+    "TextTeacher(model=..., tokenizer=...)"
   )
 
 

@@ -71,6 +71,27 @@ def weighted_sum(values: jax.Array, weights: jax.Array) -> WeightedSum:
   return WeightedSum(jnp.sum(kept * weights), jnp.sum(weights))
 
 
+def span_sums(
+  values: Float[Array, "B T"], ends: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Returns the sum over the span of each position, at every position of the span.
+
+  Only values of the span are added, in a fixed order, the same in every run.
+
+  Args:
+    values: a value per position.
+    ends: position of the last one of its span; spans lie one after the other.
+  """
+  begins = jnp.pad(ends[:, 1:] != ends[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+  def add(left, right):
+    (started, total), (starts, value) = left, right
+    return started | starts, jnp.where(starts, value, total + value)
+
+  _, totals = jax.lax.associative_scan(add, (begins, values), axis=1)
+  return jnp.take_along_axis(totals, ends, axis=1)
+
+
 def aggregate(
   values: Float[Array, "B T"],
   mask: Int[Array, "B T"] | Bool[Array, "B T"] | Float[Array, "B T"],

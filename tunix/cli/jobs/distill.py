@@ -27,7 +27,7 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
-from tunix.distillation.teachers import SelfTeacher, Teachers
+from tunix.distillation.teachers import SelfTeacher, Teachers, TextTeacher
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone, calling
@@ -147,7 +147,7 @@ def _on_policy_options(config: DistillRun, **options: object) -> OnPolicyConfig:
       max_completion_length=sampling.max_tokens_to_generate,
       on_policy_fraction=config.distill.on_policy_fraction or 0.0,
       max_teacher_prompt_length=config.distill.max_teacher_prompt_length
-      if config.distill.taught.template is not None
+      if config.distill.has_teacher_prompts
       else None,
       seed=config.seed if sampling.seed is None else sampling.seed,
       **options,
@@ -195,7 +195,7 @@ def _build_data(
   section = config.distill
   folders = [section.teacher] if section.teacher else section.teachers.values()
   for teacher in folders:
-    if objects.is_name(teacher):
+    if objects.is_name(teacher) or section.align is not None:
       continue
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
   data = build_data.build_data(config, tokenizer, scans)
@@ -208,6 +208,9 @@ def _build_data(
   )
   named = {f"teachers.{name}": folder for name, folder in section.teachers.items()}
   prints = data.fingerprints | fingerprints.of_models(named)
+  if (reads := section.teacher_tokenizer) is not None:
+    files = fingerprints.of_tokenizer(reads, str(section.teacher))
+    prints["teacher_tokenizer"] = fingerprints.digest((files, reads.chat_template))
   return dataclasses.replace(data, train=train, eval=held_out, fingerprints=prints)
 
 
@@ -267,7 +270,10 @@ def _teacher(run: Loaded) -> Any:
   if section.self_teacher is not None:
     rate = {} if section.average_rate is None else {"rate": section.average_rate}
     return SelfTeacher(weights=section.self_teacher, **rate)
-  return None if section.teacher is None else load(section.teacher)
+  if section.teacher is None:
+    return None
+  teacher, reads = load(section.teacher), section.teacher_tokenizer
+  return teacher if reads is None else TextTeacher(model=teacher, tokenizer=reads)
 
 
 def _source(config: DistillRun) -> str:
@@ -319,7 +325,7 @@ def _prompts(config: DistillRun, length: int) -> Prompts:
   more: dict[str, Any] = {}
   if config.distill.teachers:
     more["teacher"] = np.arange(len(ids), dtype=np.int32) % len(config.distill.teachers)
-  if config.distill.taught.template is not None:
+  if config.distill.has_teacher_prompts:
     own = np.zeros((len(ids), config.distill.max_teacher_prompt_length), np.int32)
     more |= {"teacher_prompt_ids": own, "teacher_prompt_mask": np.ones_like(own)}
   return Prompts(prompt_ids=ids, prompt_mask=mask, **more)

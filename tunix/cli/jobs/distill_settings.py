@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from tunix.cli.settings.run import Dtype, StreamRun
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.data.turns.teacher_prompts import DEMONSTRATION, Taught
 from tunix.generate.decoders.layout import GatherWeights
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
 from tunix.utils.setting import field_values, known_values, model_setting, setting
@@ -21,7 +23,10 @@ class DistillSettings:
   """The teacher, and the loss that compares it with the student.
 
   Attributes:
-    teacher: folder of the teacher. Its tokenizer must be the student's.
+    teacher: folder of the teacher. Its tokenizer must be the student's, unless
+      distill.align is set.
+    align: text: the teacher has its own tokenizer and chat template, and spans of text
+      are compared, by the strategy policy_gradient. null: tokens are compared.
     strategy: logit: divergence of the two distributions, with cross-entropy.
       policy_gradient: reverse KL on completions of the student. null: logit.
     on_policy_fraction: share of the steps in which the student writes the completions,
@@ -55,6 +60,7 @@ class DistillSettings:
   """
 
   teacher: str | None = model_setting("teacher")
+  align: Literal["text"] | None = None
   strategy: Literal["logit", "policy_gradient"] | None = None
   on_policy_fraction: float | None = None
   teacher_dtype: Dtype | None = None
@@ -127,9 +133,17 @@ class DistillSettings:
         f"{own[0]} is {values[own[0]]!r} and distill.on_policy_fraction not "
         "set. Set it to 1: the student writes the completions that this teacher scores"
       )
+    # The name of an object in memory, "<...>", has no tokenizer.
+    is_folder = self.teacher is not None and not self.teacher.startswith("<")
+    if self.align and not (self.strategy == "policy_gradient" and is_folder):
+      raise ValueError(
+        f"align is {self.align!r}, distill.strategy {self.strategy!r} and "
+        f"distill.teacher {self.teacher!r}; expected 'policy_gradient' and the folder "
+        "of one teacher. Set both, or leave align out"
+      )
     unread = {
       "average_rate": self.self_teacher == "average",
-      "max_teacher_prompt_length": self.taught.template is not None,
+      "max_teacher_prompt_length": self.has_teacher_prompts,
       "teacher_column": bool(self.teachers),
     }
     defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -137,8 +151,20 @@ class DistillSettings:
       if not is_read and values[name] != defaults[name]:
         raise ValueError(
           f"{name} is {values[name]!r}, and neither the teacher nor its prompt reads "
-          "it. Leave it out, or set distill.self_teacher, template or teachers"
+          "it. Leave it out, or set distill.self_teacher, template, teachers or align"
         )
+
+  @property
+  def has_teacher_prompts(self) -> bool:
+    """True if the teacher reads other tokens than the student as its prompt."""
+    return self.align is not None or self.taught.template is not None
+
+  @functools.cached_property
+  def teacher_tokenizer(self) -> TokenizerAdapter | None:
+    """The tokenizer of a teacher that is compared by text; None: the student's."""
+    if self.align is None or self.teacher is None:
+      return None
+    return TokenizerAdapter.from_pretrained(self.teacher)
 
   @property
   def taught(self) -> Taught:
@@ -221,7 +247,8 @@ class DistillRun(StreamRun):
       return SFT
     # Every evaluation compares on the same completions, those of the data.
     prompts_only = training and self.distill.on_policy_fraction == 1
-    return self.distill.taught.kind(PROMPTS if prompts_only else ANSWERED)
+    kind = PROMPTS if prompts_only else ANSWERED
+    return self.distill.taught.kind(kind, self.distill.teacher_tokenizer)
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
     """Returns the keys of the row length, or of the student's lengths."""
@@ -231,6 +258,6 @@ class DistillRun(StreamRun):
       "max_prompt_length": "rollout.max_prompt_length",
       "max_completion_length": "rollout.max_tokens_to_generate",
     }
-    if self.distill.taught.template is not None:
+    if self.distill.has_teacher_prompts:
       names["max_teacher_prompt_length"] = "distill.max_teacher_prompt_length"
     return names

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunix.data import records
 from tunix.data.records import Kind, Record, Text
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Further fields of a record: what its teacher reads, and the number of its teacher.
 TEACHER_PROMPT, TEACHER = "teacher_prompt", "teacher"
@@ -93,16 +94,27 @@ class Taught:
     if self.template is not None:
       check_template("template", self.template, ("prompt", "demonstration"))
 
-  def kind(self, kind: Kind) -> Kind:
-    """Returns a kind whose records have the fields TEACHER_PROMPT and TEACHER too."""
-    if self.template is None and not self.teachers:
+  def kind(self, kind: Kind, tokenizer: TokenizerAdapter | None = None) -> Kind:
+    """Returns a kind whose records have the fields TEACHER_PROMPT and TEACHER too.
+
+    Args:
+      kind: the kind.
+      tokenizer: the teacher's, if it is another one. Without a template it renders the
+        student's prompt.
+    """
+    if self.template is None and not self.teachers and tokenizer is None:
       return kind
 
     def read(record: Any, where: str) -> Record:
       out = kind.read(record, where)
-      return out._replace(extra=out.extra | self._extra(out.prompt, record, where))
+      own = {} if tokenizer is None else {TEACHER_PROMPT: out.prompt}
+      own |= self._extra(out.prompt, record, where)
+      return out._replace(extra=out.extra | own)
 
-    return dataclasses.replace(kind, read=read, settings=repr(self))
+    settings = repr((self, tokenizer is not None))
+    return dataclasses.replace(
+      kind, read=read, settings=settings, teacher_tokenizer=tokenizer
+    )
 
   def _extra(
     self, prompt: Text, record: Mapping[str, Any], where: str

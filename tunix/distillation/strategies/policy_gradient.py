@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.ops import distill
 from tunix.ops.distill import Divergence
 from tunix.ops.policy_gradient import reinforce_loss
-from tunix.ops.reductions import weighted_sum
+from tunix.ops.reductions import span_sums, weighted_sum
 from tunix.utils.metric import Metric
 
 METRICS = (
@@ -27,6 +27,18 @@ METRICS = (
 )
 
 
+class SpanScores(NamedTuple):
+  """The output of a teacher with another tokenizer.
+
+  Attributes:
+    logps: float32 [B, T], log p of a span at the position of its last token, else 0.
+    ends: int32 [B, T], for each position that of the last token of its span.
+  """
+
+  logps: Any
+  ends: Any
+
+
 class PolicyGradientStrategy(BaseStrategy):
   """Minimizes -A_t log q(y_t) at each token, with A_t = log p(y_t) - log q(y_t).
 
@@ -35,6 +47,10 @@ class PolicyGradientStrategy(BaseStrategy):
   a token on later prefixes. The teacher p is needed only at the sampled tokens. On
   tokens that the student did not sample the gradient is wrong: use the strategy with
   `OnPolicyDistillationTrainer` and `on_policy_fraction` 1.
+
+  With a `TextTeacher` the tokens of both are aligned to spans of text (see
+  `distillation.alignment`), and A_t is that of the token's span s: log p(s) - log q(s),
+  each the sum over its own tokens. If all spans are single tokens, nothing changes.
 
   Args:
     temperature: temperature of both distributions, equal to the sampling temperature.
@@ -69,11 +85,13 @@ class PolicyGradientStrategy(BaseStrategy):
     """Returns the mean over labeled tokens, and the metric `distill/reverse_kl`.
 
     Only the gradient of the loss has a meaning, not its value. The metric is the mean
-    of log q - log p, in nats.
+    of log q - log p, in nats per token of the student.
     """
-    advantages = teacher_output - jax.lax.stop_gradient(student_output)
+    logps, ends = _scores(teacher_output)
+    gaps = logps - jax.lax.stop_gradient(student_output)
+    advantages = gaps if ends is None else span_sums(gaps, ends)
     values = reinforce_loss(student_output, advantages)
-    gap = weighted_sum(-advantages, labels.weights).mean()
+    gap = weighted_sum(-gaps, labels.weights).mean()
     loss = weighted_sum(values, labels.weights).mean()
     return loss, {"distill/reverse_kl": gap}
 
@@ -81,7 +99,7 @@ class PolicyGradientStrategy(BaseStrategy):
     self, student_output: Any, teacher_output: Any, labels: Labels
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the mean of log q - log p, the reverse KL on the student's samples."""
-    gaps = student_output - teacher_output
+    gaps = student_output - _scores(teacher_output).logps
     return weighted_sum(gaps, labels.weights).mean(), {}
 
   def loss_weight(self, labels: Labels) -> jax.Array:
@@ -91,3 +109,7 @@ class PolicyGradientStrategy(BaseStrategy):
   def _logps(self, model: nnx.Module, inputs: Inputs) -> jax.Array:
     targets = self.get_labels(inputs).targets
     return outputs.token_logps(model, inputs, targets, self.temperature)
+
+
+def _scores(output: Any) -> SpanScores:
+  return output if isinstance(output, SpanScores) else SpanScores(output, None)
