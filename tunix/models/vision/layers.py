@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import rope
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules
-from tunix.models.transformer.dense.layers import RMSNorm, fresh, param
+from tunix.models.transformer.dense.layers import FrozenParam, RMSNorm, fresh, param
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.unstack import layer_states
@@ -21,6 +21,21 @@ from tunix.models.vision.config import CHANNELS, TowerConfig
 # Number of queries in a block of scores. With 16 heads and 4096 keys in float32, 1024
 # queries take 256 MiB per image; all 4096 queries would take 1 GiB.
 QUERY_BLOCK = 1024
+
+
+def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
+  """Gives all parameters of a tower another type, in place.
+
+  Args:
+    tower: the tower; constructors of towers call this with `FrozenParam`.
+    kind: the type, which decides whether trainers train them.
+  """
+  for _, module in nnx.iter_modules(tower):
+    for name, old in list(vars(module).items()):
+      if isinstance(old, nnx.Param):
+        spec = old.get_metadata("out_sharding")
+        new = kind(old.get_value(), out_sharding=spec, eager_sharding=False)
+        setattr(module, name, nnx.data(new))
 
 
 class LayerNorm(nnx.Module):
