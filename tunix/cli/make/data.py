@@ -388,12 +388,26 @@ def batches(
   if source.images is not None and report is None:
     report = scan(source, data.scan_limit)
     source = dataclasses.replace(source, image_tokens=report.image_tokens)
+  if source.has_images:
+    _check_rows(data)
   chosen = chosen or choose_widths.choose(config, source, report, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
     options["batches_per_step"] = config.training.micro_batches if training else 1
   return pipeline.build_batches(source, **options)
+
+
+def _check_rows(data: Any) -> None:
+  """Refuses rows in which records with images share a row or change their order."""
+  settings = {"packing": data.packing, "length_buckets": list(data.length_buckets)}
+  settings["pad_to"] = data.pad_to == "shared" and "shared"
+  for name, value in settings.items():
+    if value:
+      raise ValueError(
+        f"data.{name} is {value!r} and the records have images; expected one record in "
+        "each row, in the order of the data. Leave it out"
+      )
 
 
 def _prompt_batches(
