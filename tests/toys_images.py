@@ -152,5 +152,3 @@ def write_records(folder, count=8):
   file = folder / "data.jsonl"
   file.write_text("\n".join(lines) + "\n")
   return file
-
-

@@ -186,8 +186,14 @@ EMPTY = {"type": "image"}
     (of(user({**HERE, "image": "http://x/y.png"})), "is no path; .*Download"),
     (of(user({**HERE, "image": 5})), "image is of type int"),
     (of(user(EMPTY)), "1 placeholders of images and 0 images in the columns"),
-    (of(user(EMPTY), images=["cat.png"] * 2), "1 placeholders .* and 2 images in 'imag"),
-    (of(user(), image="cat.png"), r"0 placeholders .* 1 images in 'image'; .*\"image\""),
+    (
+      of(user(EMPTY), images=["cat.png"] * 2),
+      "1 placeholders .* and 2 images in 'imag",
+    ),
+    (
+      of(user(), image="cat.png"),
+      r"0 placeholders .* 1 images in 'image'; .*\"image\"",
+    ),
     (of(user({"type": "video"})), r"\[0\] is a part of the type 'video'"),
     (of(user("text")), r"a part of the type 'str'; expected text or image"),
     (of(user({"type": "text"}, HERE)), '"text" missing'),
@@ -240,7 +246,9 @@ def test_rows_are_never_cut_within_images(smol, tmp_path):
   assert len(cut.fit(cut.render(0), 0).tokens) == 64
   assert len(cut.element(0)["images"]) == 64 // 4
   short = source_of(open_file(file), *smol, overlong="truncate", max_length=20)
-  with pytest.raises(ValueError, match=r"has \d+ image tokens .* 1 images need 12; .*cut"):
+  with pytest.raises(
+    ValueError, match=r"has \d+ image tokens .* 1 images need 12; .*cut"
+  ):
     short.element(0)
 
 

@@ -240,8 +240,10 @@ def build_data(
   }
   prints |= fingerprints.of_config(config)
   reader = loading.ModelLoader(config).image_reader()
-  if reader is not None and any(report.image_tokens != 0 for report in reports.values()):
-    prints["image_processor"] = reader.fingerprint
+  if reader is not None and any(
+    report.image_tokens != 0 for report in reports.values()
+  ):
+    prints["model"] = fingerprints.digest((prints["model"], reader.fingerprint))
   if not isinstance(config, StreamRun):
     prints |= {"reward_functions": rewards.digest(_reward(config))}
     if (env := _env(config)) is not None:
