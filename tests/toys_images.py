@@ -2,7 +2,6 @@
 
 import json
 
-
 import numpy as np
 import tokenizers
 from PIL import Image

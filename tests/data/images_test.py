@@ -226,9 +226,9 @@ def test_records_with_images_elsewhere(smol, tmp_path):
   file = tmp_path / "data.jsonl"
   file.write_text(json.dumps(of(user(HERE))) + "\n")
   records = open_file(file)
-  with pytest.raises(ValueError, match="data.jsonl:1: .*only text is read here"):
+  with pytest.raises(ValueError, match=r"data.jsonl:1: .*only text is read here"):
     source_of(records, smol[0], None).render(0)
-  with pytest.raises(ValueError, match="records that were scanned .* have none"):
+  with pytest.raises(ValueError, match=r"records that were scanned .* have none"):
     source_of(records, *smol, image_tokens=0).element(0)
   with pytest.raises(ValueError, match="packing is set and the records have images"):
     batches(records, *smol, packing=True)

@@ -143,7 +143,7 @@ def render(
     raise ValueError(
       f"{where}: the record has an image, and only text is read here; expected a model "
       "with a vision tower in the job sft (model.images=true; in Python "
-      "build_dataset(images=ImageReader(folder, model.config))). Or leave the images out"
+      "build_dataset(images=ImageReader(folder, model.config))). Or leave out the image"
     )
   pictures = images.open(sources, folder, where)
   options["expand"] = functools.partial(images.expand, pictures)

@@ -36,8 +36,10 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   given = [image for name in names for image in _listed(record[name])]
   if not given and not any(map(_has_parts, record.values())):
     return record
-  waiting, changed = [], {}
-  for name, value in record.items():
+  waiting: list[Part] = []
+  changed: dict[str, Any] = {}
+  for name, column in record.items():
+    value: Any = column
     if name == "prompt" and isinstance(value, str) and given and _MARK in value:
       value = [{"role": "user", "content": value}]
     if _has_messages(value):
@@ -63,7 +65,7 @@ def parts(message: Mapping[str, Any]) -> Iterator[Part]:
     yield from (part for part in content if part["type"] == "image")
 
 
-def sources(*texts: object) -> list[Any]:
+def sources(*texts: str | Sequence[Mapping[str, Any]]) -> list[Any]:
   """Returns the images of texts or lists of messages, in order."""
   messages = [turn for text in texts if not isinstance(text, str) for turn in text]
   return [part["image"] for turn in messages for part in parts(turn)]

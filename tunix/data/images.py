@@ -21,7 +21,6 @@ from tunix.data.turns.spans import Segment
 from tunix.models.images import opening
 from tunix.models.images.processor import Processor
 
-
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -154,8 +153,8 @@ class ImageReader:
       place = "a trained answer" if trained else "the chat"
       raise ValueError(
         f"{place} has {count} times {self.processor.PLACEHOLDER!r} for {len(pictures)} "
-        "images; expected one for each, in the turns of the user. Use the chat template "
-        "of the model with images, and leave this text out of the records"
+        "images; expected one for each, in the turns of the user. Use the template of "
+        "the model with images, and leave this text out of the records"
       )
     texts = (self.processor.text(picture.grid) for picture in pictures)
     return [

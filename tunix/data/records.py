@@ -23,8 +23,8 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained. Records of SFT may hold images in messages that
-are not the assistant's, see `tunix.data.image_parts`.
+context for the model and is not trained. In records of SFT, messages that are not the
+assistant's may hold images, see `tunix.data.image_parts`.
 """
 
 from __future__ import annotations

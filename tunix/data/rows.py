@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +34,8 @@ from tunix.data.turns.teacher_prompts import TEACHER, TEACHER_PROMPT
 from tunix.utils import checks
 
 Overlong = Literal["error", "truncate", "drop"]
-Row = dict[str, np.ndarray]
+# Arrays by field; `images` may be a pair.
+Row = dict[str, Any]
 
 # Part of a record's lengths: tokens of its images.
 IMAGE_TOKENS = "image tokens"
@@ -420,7 +421,9 @@ def join_row(elements: Sequence[Row], *, max_length: int, pad_id: int) -> Row:
   return row
 
 
-def stack_images(elements: Sequence[Row], part: Sequence[Row], count: int) -> Row:
+def stack_images(
+  elements: Sequence[Row], part: Sequence[Row], count: int
+) -> dict[str, Any]:
   """Returns the images of a part of a batch as a field, or no field.
 
   Args:

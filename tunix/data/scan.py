@@ -100,9 +100,9 @@ class Report:
 
   @property
   def image_tokens(self) -> int | None:
-    """Largest number of image tokens; None: a record that was not scanned may have more.
+    """Largest number of image tokens of a record; 0: no scanned record has images.
 
-    It is 0 if no scanned record has images.
+    None: some have images, and a record that was not scanned may have more.
     """
     found = self.longest.get(IMAGE_TOKENS, 0)
     return found if self.is_whole or not found else None

@@ -194,16 +194,16 @@ class Source:
     fitted = self.fit(rendered, index)
     if fitted is None or self.fault(rendered, fitted, index):
       return None
-    element = self.layout.element(fitted)
+    element: Any = self.layout.element(fitted)
     if self.images is not None and self.has_images:
       assert isinstance(self.layout, OneRow)
       limit = self.image_tokens or self.layout.max_length
       return {**element, "images": self.images.row(fitted.pictures, limit)}
     if fitted.pictures:
       raise ValueError(
-        f"{self.where(index)}: the record has images, and the records that were scanned "
-        "at the start have none; expected images in them too, because all rows of a run "
-        "have one form. Move a record with images to the start of the data"
+        f"{self.where(index)}: the record has images, and the records that were "
+        "scanned at the start have none; expected images in them too, because all rows "
+        "of a run have one form. Move a record with images to the start of the data"
       )
     return element
 

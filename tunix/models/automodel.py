@@ -246,8 +246,7 @@ def sizes_of(
   """Returns the ModelConfig of a folder or a hub id.
 
   If a preset matches the hub id (`naming.ModelNaming`) and `images` is None, nothing is
-  downloaded, and the config's dtypes are bfloat16, the dtype of these checkpoints on the
-  hub.
+  downloaded, and the config's dtypes are bfloat16, as in these checkpoints.
 
   Raises:
     FileNotFoundError, ValueError: see `config_of_folder`.

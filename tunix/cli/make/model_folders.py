@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.data.images import ImageReader
+from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, calling, families, hub, lora
 from tunix.models.automodel import AutoModel

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import rope
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules
-from tunix.models.transformer.dense.layers import FrozenParam, RMSNorm, fresh, param
+from tunix.models.transformer.dense.layers import RMSNorm, fresh, param
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.unstack import layer_states
