@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data import records
+from tunix.data import image_parts, records
+from tunix.data.images import ImageReader, Picture
 from tunix.data.turns import marked, reasoning as thoughts, spans
 from tunix.data.turns.reasoning import Reasoning
 from tunix.data.turns.spans import Segment
@@ -23,6 +26,7 @@ TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 _PRIVATE_KEYS = ("weight", "train")
 
 Message = Mapping[str, Any]
+Expand = Callable[[Sequence[Segment]], list[Segment]]
 
 
 class Rendered(NamedTuple):
@@ -39,6 +43,7 @@ class Rendered(NamedTuple):
     extra: further fields of the record, see `tunix.data.records.Record`.
     empty: numbers of the completions without text; see `Source.fault`.
     is_stripped: reasoning was removed from a completion.
+    pictures: images of the prompt, in the order of their tokens.
   """
 
   prompt: np.ndarray
@@ -47,6 +52,7 @@ class Rendered(NamedTuple):
   extra: Mapping[str, Any] = {}
   empty: tuple[int, ...] = ()
   is_stripped: bool = False
+  pictures: tuple[Picture, ...] = ()
 
   @property
   def prompt_length(self) -> int:
@@ -93,6 +99,8 @@ def render(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "keep",
+  images: ImageReader | None = None,
+  folder: pathlib.Path | None = None,
 ) -> Rendered:
   """Returns tokens and mask of one record of fine-tuning.
 
@@ -113,21 +121,34 @@ def render(
       overrides them.
     reasoning: treatment of trained turns that reason although the generation prompt
       ends behind a closed block of reasoning: "error", "strip" or "keep".
+    images: reads the images of records; None: a record with images is refused.
+    folder: folder that relative paths of images begin in; None: the working directory.
 
   Raises:
     ValueError: the record is malformed, the template is missing or refuses it, or no
       token of it would be trained. The message begins with `where`.
   """
   read = records.read_sft(record, where)
-  return render_completion(
-    read.prompt,
-    read.completions["completion"],
-    tokenizer,
-    where=where,
-    chat=False if read.form == "text" else chat,
-    template_kwargs=with_tools(read.tools, template_kwargs),
-    reasoning=reasoning,
-  )
+  completion = read.completions["completion"]
+  options: Any = {
+    "where": where,
+    "chat": False if read.form == "text" else chat,
+    "template_kwargs": with_tools(read.tools, template_kwargs),
+    "reasoning": reasoning,
+  }
+  sources = image_parts.sources(read.prompt, completion)
+  if not sources:
+    return render_completion(read.prompt, completion, tokenizer, **options)
+  if images is None:
+    raise ValueError(
+      f"{where}: the record has an image, and only text is read here; expected a model "
+      "with a vision tower in the job sft (model.images=true; in Python "
+      "build_dataset(images=ImageReader(folder, model.config))). Or leave out the image"
+    )
+  pictures = images.open(sources, folder, where)
+  options["expand"] = functools.partial(images.expand, pictures)
+  row = render_completion(read.prompt, completion, tokenizer, **options)
+  return row._replace(pictures=pictures)
 
 
 def render_completion(
@@ -139,6 +160,7 @@ def render_completion(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "keep",
+  expand: Expand | None = None,
 ) -> Rendered:
   """Returns tokens and mask of a prompt and its completion, which is trained.
 
@@ -147,6 +169,7 @@ def render_completion(
     completion: text of the answer, or messages, of which the assistant's are trained.
       None returns the prompt alone, with the same tokens as before a completion.
     tokenizer, where, chat, template_kwargs, reasoning: as for `render`.
+    expand: puts the text of images into the rendered chat, see `ImageReader.expand`.
 
   Raises:
     ValueError: as for `render`.
@@ -166,7 +189,7 @@ def render_completion(
       return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
     _check_template(tokenizer, chat)
     messages = _conversation(prompt, completion)
-    return _chat(messages, tokenizer, template_kwargs or {}, reasoning)
+    return _chat(messages, tokenizer, template_kwargs or {}, reasoning, expand)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -245,7 +268,10 @@ def is_trained(message: Message) -> bool:
 
 def _visible(messages: Sequence[Message]) -> list[dict[str, Any]]:
   """Returns the messages as the chat template receives them."""
-  return [{k: v for k, v in m.items() if k not in _PRIVATE_KEYS} for m in messages]
+  return [
+    {k: v for k, v in image_parts.bare(m).items() if k not in _PRIVATE_KEYS}
+    for m in messages
+  ]
 
 
 def _chat(
@@ -253,6 +279,7 @@ def _chat(
   tokenizer: TokenizerAdapter,
   variables: Mapping[str, Any],
   reasoning: Reasoning,
+  expand: Expand | None = None,
 ) -> Rendered:
   turns = [i for i, message in enumerate(messages) if is_trained(message)]
 
@@ -277,6 +304,8 @@ def _chat(
     bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
     closing = [text for text in tokenizer.special_tokens() if text != bos]
     segments, needs_eos = spans.find_segments(visible, turns, apply, closing)
+  if expand is not None:
+    segments = expand(segments)
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
   # Of such a turn at most the end would be trained.
   is_empty = any(

@@ -67,20 +67,33 @@ def check_string(
     )
 
 
-def check_text(record: Mapping[str, Any], field: str, where: str) -> None:
+def check_text(
+  record: Mapping[str, Any], field: str, where: str, *, images: bool = False
+) -> None:
   """Refuses a field that is neither a string nor a list of messages.
+
+  Args:
+    record: a record that has the field.
+    field: name of the field.
+    where: place of the record.
+    images: see `check_messages`.
 
   Raises:
     ValueError: the field or one of its messages has another type.
   """
   if isinstance(record[field], list):
-    check_messages(record[field], f'{where}: "{field}"')
+    check_messages(record[field], f'{where}: "{field}"', images=images)
   else:
     check_string(record, field, where, " or a list of messages")
 
 
-def check_messages(messages: object, where: str) -> None:
+def check_messages(messages: object, where: str, *, images: bool = False) -> None:
   """Refuses a value that is no list of messages, or an empty list.
+
+  Args:
+    messages: the value.
+    where: place of the value.
+    images: accepts parts with images, see `tunix.data.image_parts`.
 
   Raises:
     ValueError: the value or one of its messages has the wrong form.
@@ -89,7 +102,7 @@ def check_messages(messages: object, where: str) -> None:
     problem = "an empty list" if messages == [] else f"a {_type_name(messages)}"
     raise ValueError(f"{where} is {problem}, expected a list of messages")
   for number, message in enumerate(messages):
-    _check_message(message, f"{where}[{number}]")
+    _check_message(message, f"{where}[{number}]", images)
 
 
 def check_no_pair(record: Any, where: str, expected: str) -> None:
@@ -127,7 +140,7 @@ def check_one_form(completions: Mapping[str, Any], where: str) -> None:
     )
 
 
-def _check_message(message: object, where: str) -> None:
+def _check_message(message: object, where: str, images: bool) -> None:
   if not isinstance(message, Mapping):
     raise ValueError(
       f'{where} is a {_type_name(message)}, expected {{"role": ..., "content": ...}}'
@@ -139,10 +152,12 @@ def _check_message(message: object, where: str) -> None:
     )
   # A turn that only calls tools may have no text.
   calls_tools = content is None and message.get("tool_calls")
-  if not isinstance(content, str) and not calls_tools:
+  if isinstance(content, list) and images:
+    _check_parts(content, role, f'{where}: "content"')
+  elif not isinstance(content, str) and not calls_tools:
     raise ValueError(
-      f'{where}: "content" is {_type_name(content)}, expected a string (images and '
-      "other parts are not supported)"
+      f'{where}: "content" is {_type_name(content)}, expected a string. Parts with '
+      "images are read by the job sft alone"
     )
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):
@@ -157,6 +172,27 @@ def _check_message(message: object, where: str) -> None:
   if not isinstance(message.get("train", True), bool):
     raise ValueError(
       f'{where}: "train" is {message["train"]!r}, expected true or false'
+    )
+
+
+def _check_parts(parts: list[Any], role: str, where: str) -> None:
+  for number, part in enumerate(parts):
+    kind = part.get("type") if isinstance(part, Mapping) else _type_name(part)
+    if kind not in ("text", "image"):
+      raise ValueError(
+        f"{where}[{number}] is a part of the type {kind!r}; expected text or image. "
+        "Leave it out: other parts are not read"
+      )
+    key = "text" if kind == "text" else "image"
+    if part.get(key) is None or (kind == "text" and not isinstance(part[key], str)):
+      raise ValueError(
+        f'{where}[{number}] has "{key}" {_type_name(part.get(key))}; expected a '
+        f"{'text' if kind == 'text' else 'path, a data URI or bytes'}"
+      )
+  if role == "assistant":
+    raise ValueError(
+      f"{where} of the assistant holds an image; expected text, the only output of the "
+      "models. Move the image into a turn of the user"
     )
 
 

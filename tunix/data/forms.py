@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tunix.data import image_parts
 from tunix.generate.tokenizer import messages
 
 _ALPACA = ("instruction", "input", "system", "history")
@@ -75,7 +76,7 @@ def convert(record: object, where: str, *forms: Form) -> Any:
   if isinstance(tools := record.get("tools"), str):
     # LLaMA-Factory writes "" for a record without tools.
     record = {**record, "tools": _json(tools or "[]", f'{where}: "tools"')}
-  return record
+  return image_parts.gathered(record, where) if forms else record
 
 
 def find(record: object, *forms: Form) -> Form | None:

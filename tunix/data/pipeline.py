@@ -16,6 +16,7 @@ import grain
 
 from tunix.data import rows
 from tunix.data.batching import buckets, draws, packing as packing_lib, streams
+from tunix.data.images import ImageReader
 from tunix.data.reading.stream import Streamed
 from tunix.data.records import PAIRS, SFT
 from tunix.data.rows import OneRow, Overlong, SideBySide
@@ -26,6 +27,8 @@ from tunix.utils import checks
 
 # Number of examples that threads render ahead. 64 are a few batches and take a few MB.
 _PREFETCHED_EXAMPLES = 64
+# Images of an example may take 50 MB.
+_PREFETCHED_IMAGES = 4
 
 
 def build_dataset(
@@ -38,6 +41,8 @@ def build_dataset(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "error",
+  images: ImageReader | None = None,
+  image_tokens: int | None = None,
   **options: Any,
 ) -> grain.IterDataset:
   """Returns batches of rows, int32 [batch_size / process_count, max_length].
@@ -58,6 +63,8 @@ def build_dataset(
       tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
     reasoning: see `Source`.
+    images: reads the images of the records; batches then have the field `images`.
+    image_tokens: see `Source`; a smaller number saves memory and time.
     **options: further arguments of `build_batches`: packing, length_buckets, widths,
       batches_per_step, shuffle, seed, num_epochs, process_index, process_count,
       num_threads.
@@ -75,6 +82,8 @@ def build_dataset(
     chat=chat,
     template_kwargs=template_kwargs,
     reasoning=reasoning,
+    images=images,
+    image_tokens=image_tokens,
   )
   return build_batches(source, batch_size=batch_size, **options)
 
@@ -151,6 +160,12 @@ def build_batches(
       f"{names[0]} and {names[1]} are both set; expected one of them, because each "
       "decides the lengths of rows. Leave one of them out"
     )
+  if source.has_images and (packing or length_buckets or shared_rows is not None):
+    name = "shared_rows" if shared_rows is not None else names[0]
+    raise ValueError(
+      f"{name} is set and the records have images; expected one record in each row, in "
+      "the order of the data. Leave it out"
+    )
   if shared_rows is not None and not widths:
     raise ValueError(
       f"shared_rows is {shared_rows} and widths is empty; expected the widths of "
@@ -204,6 +219,7 @@ def _elements(
   checks.number("seed", seed, checks.SEED, whole=True)
   checks.number("num_epochs", num_epochs, checks.COUNT, whole=True, optional=True)
   checks.number("num_threads", num_threads, checks.NOT_NEGATIVE, whole=True)
+  ahead = _PREFETCHED_IMAGES if source.has_images else _PREFETCHED_EXAMPLES
   if isinstance(source.records, Streamed):
     order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
     rendered = streams.draws(source.records, **order).map(source.element)
@@ -211,7 +227,7 @@ def _elements(
     if not num_threads:
       return kept
     return grain.experimental.ThreadPrefetchIterDataset(
-      kept, prefetch_buffer_size=_PREFETCHED_EXAMPLES
+      kept, prefetch_buffer_size=ahead
     )
   order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
   # If at least one of the n records is kept, two epochs in different orders drop at
@@ -223,7 +239,7 @@ def _elements(
   return order.map(_Render(source, patience)).to_iter_dataset(
     grain.ReadOptions(
       num_threads=num_threads,
-      prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
+      prefetch_buffer_size=ahead if num_threads else 0,
     )
   )
 

@@ -23,7 +23,8 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained.
+context for the model and is not trained. In records of SFT, messages that are not the
+assistant's may hold images, see `tunix.data.image_parts`.
 """
 
 from __future__ import annotations
@@ -100,8 +101,13 @@ class Kind:
   teacher_tokenizer: Any = None
 
 
-def read_sft(record: Any, where: str) -> Record:
+def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
   """Reads a record of fine-tuning.
+
+  Args:
+    record: the record.
+    where: place of the record.
+    images: accepts images in the messages of the prompt.
 
   Raises:
     ValueError: a field is missing or has the wrong type; begins with `where`.
@@ -115,10 +121,10 @@ def read_sft(record: Any, where: str) -> Record:
     if "response" not in record:
       raise ValueError(f'{where}: "prompt" without "response"; {SFT.expected}')
     fields.check_string(record, "response", where)
-    fields.check_text(record, "prompt", where)
+    fields.check_text(record, "prompt", where, images=images)
     prompt, completion = record["prompt"], record["response"]
   elif form == "messages":
-    fields.check_messages(record["messages"], f'{where}: "messages"')
+    fields.check_messages(record["messages"], f'{where}: "messages"', images=images)
     prompt, completion = [], record["messages"]
   else:
     fields.check_string(record, "text", where)
@@ -167,7 +173,7 @@ def read_answered(record: Any, where: str) -> Record:
     ValueError: the record is not of fine-tuning, or does not end with an answer.
   """
   record = foreign.convert(record, where, *SFT.forms)
-  read = read_sft(record, where)
+  read = read_sft(record, where, images=False)
   if read.form == "messages" and len(record["messages"]) > 1:
     *prompt, last = record["messages"]
     if last["role"] != "assistant":

@@ -8,6 +8,7 @@ and in sampling.
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from tunix.data import chat as chats, records
 from tunix.data.chat import Rendered
+from tunix.data.images import ImageReader
 from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
 from tunix.data.turns.reasoning import Reasoning
 from tunix.data.turns.teacher_prompts import TEACHER_PROMPT
@@ -33,6 +35,8 @@ def render_record(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "keep",
+  images: ImageReader | None = None,
+  folder: pathlib.Path | None = None,
 ) -> Rendered:
   """Returns the tokens of a record.
 
@@ -43,6 +47,7 @@ def render_record(
     record: the record.
     kind: kind that the record is read as.
     tokenizer, where, chat, template_kwargs, reasoning: as for `tokenise`.
+    images, folder: as for `tunix.data.chat.render`; for records of SFT.
 
   Raises:
     ValueError: the record is malformed, or nothing of it would be trained; begins with
@@ -50,6 +55,7 @@ def render_record(
   """
   options: Any = {"where": where, "chat": chat, "template_kwargs": template_kwargs}
   if kind is SFT:
+    options |= {"images": images, "folder": folder}
     return chats.render(record, tokenizer, reasoning=reasoning, **options)
   read = kind.read(record, where)
   if kind is PROMPT_ROWS:

@@ -12,6 +12,9 @@ makes a batch of elements, and `lengths` and `tokens` count for reports.
   positions      0, 1, 2, ... from the start of each segment
   segment_ids    1, 2, ... by example within the row; 0 is padding
 
+Rows of records with images have a further field `images`, the argument of the model's
+call: float32 arrays of pixels, or a pair of such an array and of grids.
+
 `SideBySide` pads prompts on the left and completions on the right, as rollouts are
 padded. `tunix.data.batching.prompts.PromptText` keeps prompts as text.
 """
@@ -21,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,8 +34,11 @@ from tunix.data.turns.teacher_prompts import TEACHER, TEACHER_PROMPT
 from tunix.utils import checks
 
 Overlong = Literal["error", "truncate", "drop"]
-Row = dict[str, np.ndarray]
+# Arrays by field; `images` may be a pair.
+Row = dict[str, Any]
 
+# Part of a record's lengths: tokens of its images.
+IMAGE_TOKENS = "image tokens"
 FIELDS = ("input_tokens", "input_mask", "positions", "segment_ids")
 
 
@@ -65,7 +71,10 @@ class OneRow:
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
     """Returns the number of tokens of each part that has a limit."""
-    return {"record": self.tokens(rendered)}
+    lengths = {"record": self.tokens(rendered)}
+    if rendered.pictures:
+      lengths[IMAGE_TOKENS] = sum(image.num_tokens for image in rendered.pictures)
+    return lengths
 
   def tokens(self, rendered: Rendered) -> int:
     """Returns the number of tokens that reports count."""
@@ -97,8 +106,9 @@ class OneRow:
     """
     del names
     part = list(elements[first : first + count])
+    batch = stack_images(elements, part, count)
     part += [empty_row(self.max_length, pad_id)] * (count - len(part))
-    return {name: np.stack([row[name] for row in part]) for name in FIELDS}
+    return {name: np.stack([row[name] for row in part]) for name in FIELDS} | batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -398,6 +408,9 @@ def pad_row(element: Row, *, max_length: int, pad_id: int) -> Row:
 def join_row(elements: Sequence[Row], *, max_length: int, pad_id: int) -> Row:
   """Returns examples one after the other, padded to a row."""
   row, start = empty_row(max_length, pad_id), 0
+  if "images" in elements[0]:
+    [only] = elements  # rows with images are not shared
+    row["images"] = only["images"]
   for number, element in enumerate(elements, 1):
     stop = start + len(element["input_tokens"])
     row["input_tokens"][start:stop] = element["input_tokens"]
@@ -406,6 +419,29 @@ def join_row(elements: Sequence[Row], *, max_length: int, pad_id: int) -> Row:
     row["segment_ids"][start:stop] = number
     start = stop
   return row
+
+
+def stack_images(
+  elements: Sequence[Row], part: Sequence[Row], count: int
+) -> dict[str, Any]:
+  """Returns the images of a part of a batch as a field, or no field.
+
+  Args:
+    elements: rows of the whole batch; a batch has at least one.
+    part: rows of this process.
+    count: number of rows of the field; further rows have no images.
+  """
+  if "images" not in elements[0]:
+    return {}
+
+  def stack(*arrays: np.ndarray) -> np.ndarray:
+    blank = [np.zeros_like(arrays[0])] * (count + 1 - len(arrays))
+    return np.stack([*arrays[1:], *blank])
+
+  images = [row["images"] for row in (elements[0], *part)]
+  if isinstance(images[0], tuple):
+    return {"images": tuple(map(stack, *images))}
+  return {"images": stack(*images)}
 
 
 def empty_row(max_length: int, pad_id: int) -> Row:

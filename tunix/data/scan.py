@@ -24,6 +24,7 @@ from tunix.data.records import (
   check_same_extra,
   is_empty,
 )
+from tunix.data.rows import IMAGE_TOKENS
 from tunix.data.source import Source
 from tunix.utils import checks
 
@@ -51,7 +52,7 @@ class Report:
       completions.
     trained_tokens: tokens among them that are trained or scored.
     longest: largest number of tokens before cutting, by limited part ("record", or
-      "prompt" and "completion").
+      "prompt" and "completion"), and of image tokens if records have images.
     longest_at: places of the longest records, by part.
     desirable: number of kept completions with the label true; None without labels.
     mixed: one line for each part of a weighted mixture.
@@ -97,6 +98,15 @@ class Report:
     """Number of kept completions with the label false."""
     return self.kept - (self.desirable or 0)
 
+  @property
+  def image_tokens(self) -> int | None:
+    """Largest number of image tokens of a record; 0: no scanned record has images.
+
+    None: some have images, and a record that was not scanned may have more.
+    """
+    found = self.longest.get(IMAGE_TOKENS, 0)
+    return found if self.is_whole or not found else None
+
   def __str__(self) -> str:
     kind = KINDS[self.kind]
     part = "" if self.is_whole else f" ({self.scanned:,} looked at)"
@@ -118,9 +128,11 @@ class Report:
       text += f"; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
     elif kind.completions:
       text += f"; {self.tokens:,} tokens of completions"
+    one_row = {"record": "the longest", IMAGE_TOKENS: "the most images"}
     text += "; " + ", ".join(
-      f"the longest {what if kind.name != 'sft' else ''}".rstrip()
-      + f" has {self.longest[what]:,} ({self.longest_at[what]})"
+      one_row.get(what, f"the longest {what}")
+      + f" {'have' if what == IMAGE_TOKENS else 'has'} {self.longest[what]:,}"
+      + f" ({self.longest_at[what]})"
       for what in self.longest
     )
     if self.desirable is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tunix.data import chat
+from tunix.data import chat, image_parts
 from tunix.data.batching.prompts import PROMPTS
 from tunix.data.chat import Rendered
 from tunix.data.records import Record, Text
@@ -22,6 +23,8 @@ _EXTRA = ("labels", "margins")
 # Keys of a message that templates print, in the order of display.
 _PARTS = (*THOUGHT_KEYS, "content", "tool_calls")
 
+# Equal tokens in a row that are shown once.
+_LONG_RUN = 16
 _MARKS = ("«", "»")
 
 
@@ -191,8 +194,9 @@ def describe_rendered(
     colour: as for `describe_batch`.
   """
   prompt, marks = rendered.prompt, _marks(colour)
-  text = tokenizer.decode(prompt, skip_special_tokens=False)
+  text = _decoded(prompt, tokenizer)
   lines = [f"prompt, {len(prompt)} tokens:\n{text}"] if len(prompt) else []
+  lines[:0] = [f"image {i}: {x}" for i, x in enumerate(rendered.pictures, start=1)]
   for name, ids, mask in zip(names, rendered.completions, rendered.masks):
     text = _marked(ids, mask != 0, tokenizer, marks)
     lines.append(f"{name}, {len(ids)} tokens, {int(mask.sum())} trained:\n{text}")
@@ -208,12 +212,23 @@ def _text(text: Text, marks: tuple[str, str]) -> str:
   for turn in text:
     parts = [turn[key] for key in _PARTS if turn.get(key)]
     opening, closing = marks if chat.is_trained(turn) else ("", "")
-    content = "\n".join(
-      part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-      for part in parts
-    )
+    content = "\n".join(map(_part, parts))
     lines.append(f"[{turn['role']}] {opening}{content}{closing}")
   return "\n".join(lines)
+
+
+def _part(part: Any) -> str:
+  """Returns the text of a content, or of tool calls; images by name."""
+  if isinstance(part, str):
+    return part
+  if any(some.get("type") == "image" for some in part):
+    return "".join(
+      f"[image {image_parts.name(some['image'])}]"
+      if some["type"] == "image"
+      else some["text"]
+      for some in part
+    )
+  return json.dumps(part, ensure_ascii=False)
 
 
 def _marks(colour: bool) -> tuple[str, str]:
@@ -243,9 +258,26 @@ def _marked(
   borders = np.flatnonzero(np.diff(targets.astype(np.int8))) + 1
   pieces = []
   for part, trained in zip(np.split(tokens, borders), np.split(targets, borders)):
-    text = tokenizer.decode(part, skip_special_tokens=False)
+    text = _decoded(part, tokenizer)
     pieces.append(f"{marks[0]}{text}{marks[1]}" if trained[0] else text)
   return "".join(pieces)
+
+
+def _decoded(tokens: np.ndarray, tokenizer: TokenizerAdapter) -> str:
+  """Returns the text of tokens; a long run of one token, as of an image, once."""
+  borders = np.flatnonzero(np.diff(tokens)) + 1
+  pieces, rest = [], 0
+  for start, stop in itertools.pairwise([0, *borders, len(tokens)]):
+    if stop - start >= _LONG_RUN:
+      pieces += [_text_of(tokens[rest:start], tokenizer)]
+      one = tokenizer.decode(tokens[start : start + 1], skip_special_tokens=False)
+      pieces += [f"{one} [{stop - start} times]"]
+      rest = stop
+  return "".join([*pieces, _text_of(tokens[rest:], tokenizer)])
+
+
+def _text_of(tokens: np.ndarray, tokenizer: TokenizerAdapter) -> str:
+  return tokenizer.decode(tokens, skip_special_tokens=False) if len(tokens) else ""
 
 
 def _segments(batch: object) -> np.ndarray:

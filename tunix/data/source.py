@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from tunix.data import render
 from tunix.data.batching.prompts import PromptText
 from tunix.data.chat import Rendered
+from tunix.data.images import ImageReader
 from tunix.data.reading import stored
 from tunix.data.reading.stream import Streamed
 from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
@@ -51,6 +52,9 @@ class Source:
       reasoning off: "error", "strip" (trains the answer alone) or "keep". If "strip"
       leaves nothing of an answer, it is an empty completion, and a record of
       fine-tuning is left out.
+    images: reads the images of fine-tuning records; None refuses records with images.
+    image_tokens: largest number of image tokens of a row, which decides how many pixels
+      each row has. 0: rows have no field `images`. None: as many as a row has tokens.
   """
 
   records: Sequence[Mapping[str, Any]] | Streamed
@@ -62,6 +66,8 @@ class Source:
   chat: bool | None = None
   template_kwargs: Mapping[str, Any] | None = None
   reasoning: Reasoning = "error"
+  images: ImageReader | None = None
+  image_tokens: int | None = None
 
   def __post_init__(self):
     choices = {"overlong": Overlong, "unusable": Unusable, "reasoning": Reasoning}
@@ -74,6 +80,11 @@ class Source:
         f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
         f"{self.kind.name!r}"
       )
+    if self.images is not None and self.kind is not SFT:
+      raise ValueError(
+        f"images is set and the records are of the kind {self.kind.name!r}; expected "
+        "records of fine-tuning. Leave images out"
+      )
     if not isinstance(self.records, Streamed) and not len(self.records):
       raise ValueError("records is empty; give at least one record")
     self.tokenizer.check_template_variables(
@@ -84,6 +95,11 @@ class Source:
     if isinstance(self.records, Streamed):
       raise TypeError(f"{self.records.name} is a stream and has no length")
     return len(self.records)
+
+  @property
+  def has_images(self) -> bool:
+    """True if rows have the field `images`."""
+    return self.images is not None and self.image_tokens != 0
 
   @property
   def pad_id(self) -> int:
@@ -115,6 +131,8 @@ class Source:
       chat=self.chat,
       template_kwargs=self.template_kwargs,
       reasoning=self.reasoning,
+      images=self.images,
+      folder=stored.folder(self.records, index),
     )
 
   def fit(self, rendered: Rendered, index: object) -> Rendered | None:
@@ -124,9 +142,17 @@ class Source:
       ValueError: the record is longer and `overlong` is "error"; names its place.
     """
     try:
-      return self.layout.fit(rendered, self.overlong, self.tokenizer.bos_id())
+      fitted = self.layout.fit(rendered, self.overlong, self.tokenizer.bos_id())
+      if self.images is not None and fitted is not None:
+        if rendered.pictures or self.has_images:
+          self.images.check(fitted.tokens, rendered.pictures)
+        if fitted is not rendered:
+          fitted = fitted._replace(pictures=rendered.pictures)
+      return fitted
     except ValueError as error:
-      raise ValueError(f"{self.where(index)}: {error}") from error
+      tokens = sum(picture.num_tokens for picture in rendered.pictures)
+      more = f" ({tokens} of the tokens are of images)" if tokens else ""
+      raise ValueError(f"{self.where(index)}: {error}{more}") from error
 
   def fault(self, rendered: Rendered, fitted: Rendered, index: Any) -> str | None:
     """Returns why a record is unusable: "empty", "equal" or None.
@@ -168,7 +194,18 @@ class Source:
     fitted = self.fit(rendered, index)
     if fitted is None or self.fault(rendered, fitted, index):
       return None
-    return self.layout.element(fitted)
+    element: Any = self.layout.element(fitted)
+    if self.images is not None and self.has_images:
+      assert isinstance(self.layout, OneRow)
+      limit = self.image_tokens or self.layout.max_length
+      return {**element, "images": self.images.row(fitted.pictures, limit)}
+    if fitted.pictures:
+      raise ValueError(
+        f"{self.where(index)}: the record has images, and the records that were "
+        "scanned at the start have none; expected images in them too, because all rows "
+        "of a run have one form. Move a record with images to the start of the data"
+      )
+    return element
 
   def none_left(self, scanned: int | None = None) -> str:
     """Returns the error message for a source whose records are all dropped.

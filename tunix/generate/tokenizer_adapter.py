@@ -394,6 +394,8 @@ class TokenizerAdapter:
     messages = self.template_messages(messages, kwargs.get("tools"))
     if template:
       source = _select(template, kwargs.get("tools"))
+      if self._message_form == "plain":
+        messages = messages_lib.as_template_parts(source, messages)
       options = {**self._texts(), **kwargs, "now": now}
       try:
         text = chat_templates.render(

@@ -212,11 +212,14 @@ def of_shapes(
 
 
 def config_of_folder(
-  folder: str | os.PathLike[str], revision: str | None = None
+  folder: str | os.PathLike[str],
+  revision: str | None = None,
+  images: bool | None = None,
 ) -> TransformerConfig:
   """Returns the ModelConfig that the `config.json` of a Hugging Face folder describes.
 
-  The weights are not read and may be missing.
+  The weights are not read and may be missing. See `AutoModel.from_pretrained` for the
+  arguments.
 
   Raises:
     FileNotFoundError: the folder or its `config.json` does not exist.
@@ -225,7 +228,7 @@ def config_of_folder(
   config_file = resolve_folder(folder, revision) / "config.json"
   hf = tensor_files.read_json(config_file)
   try:
-    family = families.by_model_type(hf.get("model_type"))
+    family = families.by_model_type(hf.get("model_type"), images)
     stored = _stored_dtype(hf, family, {})
     return with_options(
       family.config_from_hf(stored_formats.plain(hf)),
@@ -236,20 +239,23 @@ def config_of_folder(
 
 
 def sizes_of(
-  name: str | os.PathLike[str], revision: str | None = None
+  name: str | os.PathLike[str],
+  revision: str | None = None,
+  images: bool | None = None,
 ) -> TransformerConfig:
   """Returns the ModelConfig of a folder or a hub id.
 
-  If a preset matches the hub id (`naming.ModelNaming`), nothing is downloaded, and the
-  config's dtypes are bfloat16, the dtype of these checkpoints on the hub.
+  If a preset matches the hub id (`naming.ModelNaming`) and `images` is None, nothing is
+  downloaded, and the config's dtypes are bfloat16, as in these checkpoints.
 
   Raises:
     FileNotFoundError, ValueError: see `config_of_folder`.
   """
   path = pathlib.Path(name).expanduser()
   is_id = hub.is_id(str(name))  # else a folder, or a GGUF file here or at the hub
-  if not is_id or path.exists() or hub.is_cached(str(name), "config.json", revision):
-    return config_of_folder(name, revision)
+  is_here = path.exists() or hub.is_cached(str(name), "config.json", revision)
+  if not is_id or is_here or images is not None:
+    return config_of_folder(name, revision, images)
   try:
     preset = naming.ModelNaming(model_id=str(name)).model_config_id
   except ValueError:

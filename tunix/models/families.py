@@ -96,6 +96,14 @@ def by_model_type(model_type: object, images: bool | None = None) -> Family:
   )
 
 
+def has_tower(model_type: object, images: bool | None = None) -> bool:
+  """Returns True if a folder is loaded with a vision tower, see `by_model_type`."""
+  found = [f for f in FAMILIES.values() if model_type in f.model_types]
+  if images is None:
+    found = found[:1]
+  return images is not False and any(f.text_only is not None for f in found)
+
+
 def of_config(config: TransformerConfig) -> Family:
   """Returns the family of a configuration, chosen by the configuration's class.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from tunix.sft.peft_trainer import PeftTrainer
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(StreamRun):
   """Settings of a run of the job sft."""
+
+  reads_images: ClassVar[bool] = True
 
   job: Literal["sft"] = "sft"
   data: RowSettings = dataclasses.field(default=RowSettings())

@@ -49,7 +49,7 @@ def choose(
   rows, batches = sizes.eval_rows, 1
   if training:
     rows, batches = sizes.micro_rows, sizes.micro_batches
-  if config.shares_rows:
+  if config.shares_rows and not source.has_images:
     row_unit = mesh_axes.data_shards(config.mesh)
     return widths.share(layout, report, rows, batches, shards, row_unit)
   return widths.choose(layout, report, rows * batches, shards)

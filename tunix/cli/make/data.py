@@ -16,6 +16,7 @@ from tunix.cli.make import (
   data_streams,
   environments,
   fingerprints,
+  loading,
   rewards,
 )
 from tunix.cli.settings import mesh as mesh_axes
@@ -46,13 +47,20 @@ def _row_settings(config: RunSettings, kind: Kind) -> dict[str, Any]:
 
 
 def _source(
-  config: RunSettings, tokenizer: TokenizerAdapter, records: Records | Streamed
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: Records | Streamed,
+  report: Report | None = None,
 ) -> Source:
+  """Returns the source of records; a report decides the pixels of its rows."""
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
   if isinstance(data, StreamSettings):
     options["reasoning"] = data.reasoning or "error"
+  if kind is SFT:
+    options["images"] = loading.ModelLoader(config).image_reader()
+    options["image_tokens"] = None if report is None else report.image_tokens
   layout: Any = layout_type(kind)
   return Source(
     records=records,
@@ -212,7 +220,7 @@ def build_data(
   chosen = {
     name: choose_widths.choose(
       config,
-      _source(config, tokenizer, part),
+      _source(config, tokenizer, part, reports[name]),
       reports[name],
       training=name == "train",
     )
@@ -226,10 +234,16 @@ def build_data(
       training=name == "train",
       kept=prompts.get(name),
       chosen=chosen[name],
+      report=reports[name],
     )
     for name, part in records.items()
   }
   prints |= fingerprints.of_config(config)
+  reader = loading.ModelLoader(config).image_reader()
+  if reader is not None and any(
+    report.image_tokens != 0 for report in reports.values()
+  ):
+    prints["model"] = fingerprints.digest((prints["model"], reader.fingerprint))
   if not isinstance(config, StreamRun):
     prints |= {"reward_functions": rewards.digest(_reward(config))}
     if (env := _env(config)) is not None:
@@ -308,6 +322,8 @@ def _scan_key(
   limits = (settings, source.overlong, source.chat, source.template_args)
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
+  if kind is SFT and (reader := loading.ModelLoader(config).image_reader()) is not None:
+    limits = (*limits, reader.fingerprint)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights, *part.later)
   if isinstance(part, Streamed):
@@ -334,6 +350,7 @@ def batches(
   whole: bool = False,
   kept: Mapping[int, Any] | None = None,
   chosen: Widths | None = None,
+  report: Report | None = None,
 ) -> Iterable[Any]:
   """Returns batches for training (shuffled, all epochs) or evaluation (one pass).
 
@@ -346,6 +363,7 @@ def batches(
       prompts are always whole.
     kept: rows of the prompts that a scan kept; None scans the prompts here.
     chosen: widths of the rows; None chooses them here, which scans the records.
+    report: report of the records' scan; None scans records that may have images here.
   """
   if records.kind is PROMPT_ROWS:
     assert isinstance(records, Records)
@@ -368,13 +386,30 @@ def batches(
   }
   if records.kind is SFT and isinstance(data, RowSettings):
     options |= {"packing": data.packing, "length_buckets": data.length_buckets}
-  source = _source(config, tokenizer, records)
-  chosen = chosen or choose_widths.choose(config, source, None, training=training)
+  source = _source(config, tokenizer, records, report)
+  if source.images is not None and report is None:
+    report = scan(source, data.scan_limit)
+    source = dataclasses.replace(source, image_tokens=report.image_tokens)
+  if source.has_images:
+    _check_rows(data)
+  chosen = chosen or choose_widths.choose(config, source, report, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
     options["batches_per_step"] = config.training.micro_batches if training else 1
   return pipeline.build_batches(source, **options)
+
+
+def _check_rows(data: Any) -> None:
+  """Refuses rows in which records with images share a row or change their order."""
+  settings = {"packing": data.packing, "length_buckets": list(data.length_buckets)}
+  settings["pad_to"] = data.pad_to == "shared" and "shared"
+  for name, value in settings.items():
+    if value:
+      raise ValueError(
+        f"data.{name} is {value!r} and the records have images; expected one record in "
+        "each row, in the order of the data. Leave it out"
+      )
 
 
 def _prompt_batches(

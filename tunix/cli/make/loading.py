@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tunix.cli.make import model_folders, objects
 from tunix.cli.settings.run import ModelSettings, RunSettings
 from tunix.cli.settings.spelling import did_you_mean
+from tunix.data.images import ImageReader
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, new_tokens, quantization
 from tunix.models.automodel import AutoModel
@@ -126,7 +127,7 @@ class ModelLoader:
     elif objects.is_name(source.path):
       return objects.get(source.path).config
     elif source.path is not None:
-      sizes = automodel.sizes_of(source.path, source.revision)
+      sizes = automodel.sizes_of(source.path, source.revision, source.images)
     else:
       raise ValueError(_NO_MODEL)
     sizes = _with_options(sizes, self._options())
@@ -134,6 +135,13 @@ class ModelLoader:
       return sizes
     size = max(sizes.vocab_size, max(ids) + 1)
     return dataclasses.replace(sizes, vocab_size=size)
+
+  def image_reader(self) -> ImageReader | None:
+    """Returns the reader of records with images; None if only text is read."""
+    source = self.config.model
+    if not self.config.reads_images or source.path is None:
+      return None
+    return model_folders.image_reader(source.path, source.images, source.revision)
 
   def _new_ids(self) -> tuple[int, ...]:
     """Returns the ids of the tokens that were added to the tokenizer."""
@@ -165,6 +173,7 @@ class ModelLoader:
       held = objects.get(source.path)
       return held if lora.config_of(held) else self._adapted(held)
     options |= {"revision": source.revision, "quantize": source.quantize}
+    options["images"] = source.images
     return self._adapted(
       AutoModel.from_pretrained(source.path or "", self.mesh, **options)
     )

@@ -8,10 +8,12 @@ from typing import Any
 
 from flax import nnx
 
+from tunix.data.images import ImageReader
 from tunix.generate.tokenizer import files as tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel, calling, lora
+from tunix.models import automodel, calling, families, hub, lora
 from tunix.models.automodel import AutoModel
+from tunix.models.files import tensor_files
 from tunix.models.transformer.model import Transformer
 
 _TOKENIZER = "tokenizer.json"
@@ -146,6 +148,31 @@ def load_tokenizer(
   eos_ids = tokenizer_files.read_eos_ids(automodel.resolve_folder(folder))
   trained = TokenizerAdapter.from_pretrained(adapter)
   return TokenizerAdapter(trained, eos_ids=eos_ids)
+
+
+def image_reader(
+  name: str, images: bool | None, revision: str | None = None
+) -> ImageReader | None:
+  """Returns the reader of records with images; None for a model that reads text alone.
+
+  Weights are neither read nor downloaded.
+
+  Args:
+    name: folder or hub id of the model. Of a hub id, its configuration must be in the
+      cache.
+    images: see `AutoModel.from_pretrained`.
+    revision: commit, tag or branch of a hub id.
+  """
+  folder, file = pathlib.Path(name).expanduser(), "config.json"
+  if hub.is_id(name) and hub.is_cached(name, file, revision):
+    folder = hub.download(name, hub.TOKENIZER_FILES, revision)
+  if not (folder / file).is_file():
+    return None
+  model_type = tensor_files.read_json(folder / file).get("model_type")
+  if not families.has_tower(model_type, images):
+    return None
+  sizes: Any = automodel.config_of_folder(folder, images=images)
+  return ImageReader(folder, sizes)
 
 
 def _check_adapter_folder(folder: str) -> None:

@@ -41,6 +41,9 @@ class ModelSettings:
     name: a preset to train from scratch, such as llama3p2_1b or qwen3_0p6b; instead of
       model.path.
     args: fields of the preset to change: {num_layers: 4, embed_dim: 256, ...}.
+    images: true loads the vision tower of a folder that has one, false leaves it out;
+      null: as `AutoModel` does, with the tower for Gemma 3 and SmolVLM. The tower is
+      frozen. The job sft then reads records with images.
     dtype: dtype of the computation; null: the checkpoint's.
     param_dtype: dtype of the weights, and so of the optimizer's moments. null: float32
       when the whole model is trained, because bfloat16 rounds most updates to nothing;
@@ -58,6 +61,7 @@ class ModelSettings:
   revision: str | None = setting(None, may_change=True)
   name: str | None = None
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  images: bool | None = None
   dtype: Dtype | None = None
   param_dtype: Dtype | None = None
   remat: Literal["none", "block", "dots", "offload"] | None = setting(
@@ -74,6 +78,11 @@ class ModelSettings:
       raise ValueError(
         f"path is {self.path!r} and model.name {self.name!r}; expected one of them. "
         "Give a checkpoint's folder, or a preset to start from scratch"
+      )
+    if self.images is not None and self.path is None:
+      raise ValueError(
+        f"images is {self.images} and model.path is not set; a preset has a tower or "
+        "none. Leave model.images out"
       )
     if self.revision is not None and self.path is None:
       raise ValueError(
@@ -214,6 +223,8 @@ class RunSettings(abc.ABC):
   instead: ClassVar[dict[str, str]] = {}
   # If False, adapters do not hold everything that the job trains.
   fits_adapter: ClassVar[bool] = True
+  # True if the job trains on records with images.
+  reads_images: ClassVar[bool] = False
 
   job: str
   output_dir: str | None = setting(None, path="written", may_change=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from typing import Any
 
 import grain
 import numpy as np
 
+from tunix.data.reading import stored
 from tunix.data.reading.stream import Item, Streamed
 
 
@@ -111,5 +111,4 @@ class _Iterator(grain.DatasetIterator):
 
 
 def _digest(item: Item) -> str:
-  text = json.dumps(item.record, sort_keys=True, default=repr)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  return hashlib.sha256(stored.as_text(item.record).encode()).hexdigest()[:16]

@@ -44,6 +44,7 @@ class ArrayRecords(Records):
         "pattern of them in quotes"
       )
     self.kind, self.name = kind, pattern if name is None else name
+    self.folder = pathlib.Path(self._files[0]).parent
     try:
       self._source = grain.sources.ArrayRecordDataSource(self._files)
     except (RuntimeError, ValueError) as error:

@@ -83,7 +83,8 @@ def open_file(
   if suffix in (".csv", ".tsv"):
     return CsvRecords(path, kind, name=name)
   if suffix == ".parquet":
-    return HeldRecords(_parquet(text), kind, name=label, noun="parquet")
+    folder = pathlib.Path(text).expanduser().parent
+    return HeldRecords(_parquet(text), kind, name=label, noun="parquet", folder=folder)
   is_array = suffix == ".json" and _starts_with_array(pathlib.Path(text).expanduser())
   return (JsonArrayRecords if is_array else JsonlRecords)(path, kind, name=name)
 

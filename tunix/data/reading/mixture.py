@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -110,6 +111,11 @@ class Mixture(Records):
     """Returns the place of record `index` within its part."""
     part, position = self._locate(index)
     return part.where(position)
+
+  def folder_of(self, index: int) -> pathlib.Path | None:
+    """Returns the folder of record `index` within its part."""
+    part, position = self._locate(index)
+    return part.folder_of(position)
 
   def raw(self, index: int) -> Any:
     """Returns record `index` as stored; raises the errors of `Records.raw`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import array
 import collections
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,9 +27,11 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
     name: name of the sequence in messages, usually a path.
     fingerprint: SHA-256 of the content, in hex.
     noun: name of the storage format in messages.
+    folder: folder of the file; None for records in memory.
   """
 
   noun = "records"
+  folder: pathlib.Path | None = None
   kind: Kind
   name: str
   fingerprint: Any
@@ -39,6 +42,11 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
   def where(self, index: int) -> str:
     """Returns the place of record `index`, for messages."""
     return f"{self.name}, record {index}"
+
+  def folder_of(self, index: int) -> pathlib.Path | None:
+    """Returns the folder that relative paths of record `index` begin in, if any."""
+    del index
+    return self.folder
 
   @abc.abstractmethod
   def raw(self, index: int) -> Any:
@@ -110,6 +118,7 @@ class FileRecords(Records):
     """
     self.kind = kind
     self.path = pathlib.Path(path).expanduser()
+    self.folder = self.path.parent
     self.name = str(self.path) if name is None else name
     check_file(self.path, self.name, self.noun)
     self._stamp = _stamp(self.path)
@@ -182,6 +191,10 @@ class Renamed(Records):
     """Returns the place of record `index`, for messages."""
     return self.records.where(index)
 
+  def folder_of(self, index: int) -> pathlib.Path | None:
+    """Returns the folder of record `index`, see `Records`."""
+    return self.records.folder_of(index)
+
   def raw(self, index: int) -> Any:
     """Returns record `index` with renamed columns.
 
@@ -201,7 +214,15 @@ class HeldRecords(Records):
   written.
   """
 
-  def __init__(self, items: Any, kind: Kind = SFT, *, name: str, noun: str = "records"):
+  def __init__(
+    self,
+    items: Any,
+    kind: Kind = SFT,
+    *,
+    name: str,
+    noun: str = "records",
+    folder: pathlib.Path | None = None,
+  ):
     """Wraps the items without reading them.
 
     Args:
@@ -209,6 +230,7 @@ class HeldRecords(Records):
       kind: kind of the records.
       name: name in messages.
       noun: name of the storage format in messages.
+      folder: folder of the file; None for items in memory.
 
     Raises:
       TypeError: `items` has no length or no items by position.
@@ -227,14 +249,15 @@ class HeldRecords(Records):
       )
     if not len(items):
       raise ValueError(f"{name} is empty; {kind.expected}")
-    self.kind, self.name, self.noun, self._items = kind, name, noun, items
+    self.kind, self.name, self.noun = kind, name, noun
+    self.folder, self._items = folder, undecoded(items)
 
   def __len__(self) -> int:
     return len(self._items)
 
   def raw(self, index: int) -> Any:
     """Returns record `index` as plain values; raises as the base class does."""
-    return as_json(self._items[index], self.where(index), self._items)
+    return as_json(self._items[index], self._items)
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -244,8 +267,7 @@ class HeldRecords(Records):
       record = self.raw(index)
       if isinstance(record, Mapping):
         record = {key: _without_nulls(value, key) for key, value in record.items()}
-      text = json.dumps(record, sort_keys=True, default=repr)
-      digest.update(f"{text}\n".encode())
+      digest.update(f"{as_text(record)}\n".encode())
     return digest.hexdigest()
 
 
@@ -295,21 +317,17 @@ def renamed(record: object, columns: Mapping[str, str], where: str) -> Any:
   return rest | {name: record[column] for name, column in columns.items()}
 
 
-def as_json(record: object, where: str, source: object) -> Any:
+def as_json(record: object, source: object) -> Any:
   """Returns a record as JSON types, without the filler of a columnar data set.
 
   Args:
     record: the record; a value that is no mapping is returned, for `kind.read`.
-    where: place of the record.
     source: object that the record is from. A list has no filler; `features` of a data
       set are the types of its columns.
-
-  Raises:
-    ValueError: bytes are no UTF-8 text; begins with `where`.
   """
   if not isinstance(record, Mapping):
     return record
-  plain = {key: _plain(value, where) for key, value in record.items()}
+  plain = {key: _plain(value) for key, value in record.items()}
   if isinstance(source, list | tuple):
     return plain
   features = getattr(source, "features", None)
@@ -323,19 +341,63 @@ def place(records: Any, index: object) -> str:
   return where(index) if where is not None else f"record {index}"
 
 
-def _plain(value: object, where: str) -> Any:
-  """Converts a value to JSON types: bytes to UTF-8 text, NumPy arrays to lists."""
+def folder(records: Any, index: object) -> pathlib.Path | None:
+  """Returns the folder of record `index` of any sequence; None if there is none."""
+  get = getattr(records, "folder_of", None)
+  return None if get is None else get(index)
+
+
+def undecoded(items: Any) -> Any:
+  """Returns a data set that gives images as they are stored, {"bytes", "path"}.
+
+  `datasets` decodes the values of its type Image with each access, by its own rule.
+  """
+  features = getattr(items, "features", None)
+  if isinstance(features, Mapping) and hasattr(items, "cast_column"):
+    for name, feature in features.items():
+      new = _undecoded_feature(feature)
+      if repr(new) != repr(feature):
+        items = items.cast_column(name, new)
+  return items
+
+
+def _undecoded_feature(feature: Any) -> Any:
+  if isinstance(feature, list):
+    return [_undecoded_feature(inner) for inner in feature]
+  if isinstance(feature, Mapping):
+    return {name: _undecoded_feature(inner) for name, inner in feature.items()}
+  if (inner := getattr(feature, "feature", None)) is not None:
+    return dataclasses.replace(feature, feature=_undecoded_feature(inner))
+  is_image = type(feature).__name__ == "Image" and getattr(feature, "decode", False)
+  return dataclasses.replace(feature, decode=False) if is_image else feature
+
+
+def as_text(record: object) -> str:
+  """Returns a record as JSON for digests; other values than JSON's by their content."""
+
+  def shown(value: Any) -> str:
+    is_image = hasattr(value, "tobytes")  # its `repr` shows an address
+    return hashlib.sha256(value.tobytes()).hexdigest() if is_image else repr(value)
+
+  return json.dumps(record, sort_keys=True, default=shown)
+
+
+def _plain(value: object) -> Any:
+  """Converts a value to JSON types: bytes to UTF-8 text, NumPy arrays to lists.
+
+  Bytes that are no UTF-8 text, such as images, stay bytes.
+  """
   if isinstance(value, bytes):
     try:
       return value.decode()
-    except UnicodeDecodeError as error:
-      raise ValueError(f"{where}: bytes are no UTF-8 text ({error})") from error
+    except UnicodeDecodeError:
+      return value
   if isinstance(value, np.ndarray | np.generic):
-    return _plain(value.tolist(), where)
+    return _plain(value.tolist())
   if isinstance(value, Mapping):
-    return {key: _plain(part, where) for key, part in value.items()}
+    return {key: _plain(part) for key, part in value.items()}
   if isinstance(value, list | tuple):
-    return [_plain(part, where) for part in value]
+    return [_plain(part) for part in value]
   return value
 
 

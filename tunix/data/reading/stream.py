@@ -31,10 +31,12 @@ class Item(NamedTuple):
   Attributes:
     where: place of the record, for messages.
     record: the record, not checked.
+    folder: folder of the file; None for an iterable.
   """
 
   where: str
   record: Any
+  folder: pathlib.Path | None = None
 
 
 class Part(NamedTuple):
@@ -83,6 +85,10 @@ class Streamed:
   def where(self, item: Item) -> str:
     """Returns the place of a record, for messages."""
     return item.where
+
+  def folder_of(self, item: Item) -> pathlib.Path | None:
+    """Returns the folder of a record, see `Records`."""
+    return item.folder
 
   def __getitem__(self, item: Any) -> Any:
     """Returns the record of an item, checked.
@@ -147,11 +153,15 @@ class _Head(HeldRecords):
 
   def __init__(self, items: Sequence[Item], kind: Kind, name: str):
     super().__init__([item.record for item in items], kind, name=name)
-    self._places = [item.where for item in items]
+    self._given = items
 
   def where(self, index: int) -> str:
     """Returns the place of record `index`, for messages."""
-    return self._places[index]
+    return self._given[index].where
+
+  def folder_of(self, index: int) -> pathlib.Path | None:
+    """Returns the folder of record `index`, see `Records`."""
+    return self._given[index].folder
 
 
 def of_file(
@@ -211,16 +221,18 @@ def _lines(
       start, number = start + len(line), number + 1
       if line.strip():
         where = f"{name}:{number}"
-        yield Item(where, jsonl.parsed(line, where, kind)), [start, number]
+        item = Item(where, jsonl.parsed(line, where, kind), path.parent)
+        yield item, [start, number]
 
 
 def _iterated(
   make: Callable[[], Any], name: str, place: Sequence[Any] | None
 ) -> Iterator[tuple[Item, list[Any]]]:
   number, state = place or (0, None)
+  made = stored.undecoded(make())
   # A copy, because `load_state_dict` sets the start of later passes too, and iterators
   # of one `datasets.IterableDataset` share parts of their state.
-  source = copy.deepcopy(made) if hasattr(made := make(), "state_dict") else made
+  source = copy.deepcopy(made) if hasattr(made, "state_dict") else made
   if state is not None and source is not made:
     source.load_state_dict(state)
   if not _is_iterable(source):
@@ -236,5 +248,5 @@ def _iterated(
   for record in iterator:
     where = f"{name}, record {number}"
     number += 1
-    item = Item(where, stored.as_json(record, where, source))
+    item = Item(where, stored.as_json(record, source))
     yield item, [number, read_state and read_state()]

@@ -34,6 +34,7 @@ class CallForm(NamedTuple):
 # Most templates take the first form; the search for the form of a template ends there.
 _FORMS = (CallForm(), CallForm(False, True), CallForm(True), CallForm(True, True))
 _ARGUMENTS = {"tunix_key": "tunix_value"}
+_WORD = "tunix_text"
 _TOOL = {"name": "tunix_tool", "description": "", "parameters": {"type": "object"}}
 
 
@@ -83,6 +84,39 @@ def call_form(template: str) -> CallForm:
     template: jinja source. If it shows the call in no form, the result is the first.
   """
   return next((form for form in _FORMS if _shows_call(template, form)), _FORMS[0])
+
+
+def as_template_parts(template: str, messages: list[dict[str, Any]]) -> list[Any]:
+  """Returns messages with texts as parts, if the template prints no other texts.
+
+  Args:
+    template: jinja source, such as that of SmolVLM.
+    messages: result of `for_template`.
+  """
+  if not _prints_parts_alone(template):
+    return messages
+  return [
+    {**m, "content": [{"type": "text", "text": m["content"]}]}
+    if isinstance(m.get("content"), str)
+    else m
+    for m in messages
+  ]
+
+
+@functools.lru_cache(maxsize=32)
+def _prints_parts_alone(template: str) -> bool:
+  parts = [{"type": "text", "text": _WORD}]
+  return not _prints(template, _WORD) and _prints(template, parts)
+
+
+def _prints(template: str, content: Any) -> bool:
+  question = [{"role": "user", "content": content}]
+  try:
+    text = chat_template.render(template, question, bos_token="", eos_token="")
+  except ChatTemplateError:
+    return False
+  # A template may print the list as Python shows it.
+  return _WORD in text and repr(content) not in text
 
 
 def _shows_call(template: str, form: CallForm) -> bool:

@@ -33,6 +33,11 @@ class MultimodalConfig(ModelConfig, VisionLanguageConfig):
     """See `VisionLanguageConfig`."""
     return self.image_tokens.soft
 
+  @property
+  def image_sizes(self) -> tuple[int, int]:
+    """See `VisionLanguageConfig`."""
+    return self.vision.image_size, self.vision.tokens_per_image
+
 
 class MultimodalGemma3(Gemma3, VisionLanguageModel):
   """A Gemma 3 model with images; see `VisionLanguageModel`."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tunix.models.images.processor import Color, Processor
+from tunix.models.images.processor import Color, Pixels, Processor, padded
 
 _CLIP_MEAN: Color = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Color = (0.26862954, 0.26130258, 0.27577711)
@@ -36,6 +36,19 @@ class _Patches(Processor):
   def step(self) -> int:
     """Edge of a soft token in pixels, which divides the edges of the resized image."""
     return self.patch_size * self.merge_size
+
+  @property
+  def sizes(self) -> tuple[int, int]:
+    return self.patch_size, self.merge_size
+
+  def row(
+    self, images: Sequence[Pixels], max_tokens: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    patches = max_tokens * self.merge_size**2
+    values = padded([x.values for x in images], (patches, self.patch_size**2 * 3))
+    # An image has at least one soft token.
+    sizes = padded([x.grid for x in images], (max_tokens, len(self.grid(64, 64))))
+    return values, sizes.astype(np.int32)
 
   @abc.abstractmethod
   def size(self, height: int, width: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
@@ -33,6 +33,15 @@ class Pixels:
   values: Float32[np.ndarray, "n S S 3"] | Float32[np.ndarray, "P D"]
   grid: Int32[np.ndarray, "1 k"]
   num_tokens: int
+
+
+def padded(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+  """Returns an array of zeros that begins with the parts, one after the other."""
+  out, start = np.zeros(shape, parts[0].dtype if parts else np.float32), 0
+  for part in parts:
+    out[start : start + len(part)] = part
+    start += len(part)
+  return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,24 @@ class Processor(abc.ABC):
   @abc.abstractmethod
   def values(self, image: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """Returns `Pixels.values` of an image with this grid."""
+
+  @property
+  @abc.abstractmethod
+  def sizes(self) -> tuple[int, int]:
+    """The sizes that the tower must share, see `VisionLanguageConfig.image_sizes`."""
+
+  @abc.abstractmethod
+  def row(self, images: Sequence[Pixels], max_tokens: int) -> Any:
+    """Returns the images of one row of tokens, padded to one shape for all rows.
+
+    Args:
+      images: the images in the order of their soft tokens, possibly none.
+      max_tokens: largest number of soft tokens of a row, at least those of `images`.
+
+    Returns:
+      Squares [M, S, S, 3], or a pair of patches [P, patch * patch * 3] and grids
+      [N, k]; padding is 0.
+    """
 
   def resized(self, image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Returns the image with another size, uint8 [height, width, 3]."""

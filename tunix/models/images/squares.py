@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from tunix.models.images import pillow
-from tunix.models.images.processor import Processor
+from tunix.models.images.processor import Pixels, Processor, padded
 from tunix.utils import checks
 
 
@@ -33,6 +33,20 @@ class _Squares(Processor):
 
   def values(self, image: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     return np.stack([self.scaled(x) for x in self.squares(image, *grid)])
+
+  @property
+  @abc.abstractmethod
+  def edge(self) -> int:
+    """Edge of a square in pixels."""
+
+  @property
+  def sizes(self) -> tuple[int, int]:
+    return self.edge, self.tokens_per_square
+
+  def row(self, images: Sequence[Pixels], max_tokens: int) -> np.ndarray:
+    count = max(1, max_tokens // self.tokens_per_square)
+    shape = (count, self.edge, self.edge, 3)
+    return padded([image.values for image in images], shape)
 
   @abc.abstractmethod
   def squares(self, image: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
@@ -74,6 +88,10 @@ class Gemma3(_Squares):
   def __post_init__(self):
     super().__post_init__()
     checks.fields(self, min_ratio=checks.POSITIVE)
+
+  @property
+  def edge(self) -> int:
+    return self.size
 
   def grid(self, height: int, width: int) -> tuple[int, int]:
     long, short = max(height, width), min(height, width)
@@ -136,6 +154,10 @@ class SmolVLM(_Squares):
     super().__post_init__()
     # Above this, the published models' own processor resizes once more.
     checks.fields(self, longest_edge=checks.Range(1, 4096))
+
+  @property
+  def edge(self) -> int:
+    return self.tile
 
   def size(self, height: int, width: int) -> tuple[int, int]:
     """Returns the height and width after the first resize.

@@ -47,6 +47,11 @@ class MultimodalConfig(ModelConfig, VisionLanguageConfig):
     """See `VisionLanguageConfig`."""
     return self.image_token_id
 
+  @property
+  def image_sizes(self) -> tuple[int, int]:
+    """See `VisionLanguageConfig`."""
+    return self.vision.patch_size, self.merge
+
 
 class Projector(nnx.Module):
   """Projector of squares of patches to soft tokens.

@@ -47,6 +47,11 @@ class ModelConfig(llama3.ModelConfig, VisionLanguageConfig):
     return self.image_token_id
 
   @property
+  def image_sizes(self) -> tuple[int, int]:
+    """See `VisionLanguageConfig`."""
+    return self.vision.image_size, self.tokens_per_image
+
+  @property
   def tokens_per_image(self) -> int:
     """Soft tokens of an image, or of a tile."""
     return (self.vision.grid // self.shuffle) ** 2

@@ -100,6 +100,15 @@ class VisionLanguageConfig(TransformerConfig):
     """The id of the tokens whose embeddings are replaced by vectors of images."""
     raise NotImplementedError
 
+  @property
+  def image_sizes(self) -> tuple[int, int]:
+    """The numbers that the image processor must share.
+
+    For squares: pixels of an edge, soft tokens of a square. For patches: pixels of an
+    edge, patches along the edge of a soft token.
+    """
+    raise NotImplementedError
+
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack with the parameter `path`."""
     in_tower = path.startswith("vision_tower.")

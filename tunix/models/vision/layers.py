@@ -23,6 +23,21 @@ from tunix.models.vision.config import CHANNELS, TowerConfig
 QUERY_BLOCK = 1024
 
 
+def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
+  """Gives all parameters of a tower another type, in place.
+
+  Args:
+    tower: the tower; constructors of towers call this with `FrozenParam`.
+    kind: the type, which decides whether trainers train them.
+  """
+  for _, module in nnx.iter_modules(tower):
+    for name, old in list(vars(module).items()):
+      if isinstance(old, nnx.Param):
+        spec = old.get_metadata("out_sharding")
+        new = kind(old.get_value(), out_sharding=spec, eager_sharding=False)
+        setattr(module, name, nnx.data(new))
+
+
 class LayerNorm(nnx.Module):
   """(x - mean) / sqrt(var + eps) * scale + bias in float32 (arXiv:1607.06450)."""
 

@@ -13,6 +13,7 @@ from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.shards import explicit
 from tunix.models.vision.config import VisionLanguageConfig
+from tunix.models.vision.layers import retype
 from tunix.models.vision.soft_tokens import image_groups, scatter_images
 
 
@@ -23,7 +24,7 @@ class VisionLanguageModel(Transformer):
   makes the two modules.
 
   Attributes:
-    vision_tower: makes one vector per patch of an image.
+    vision_tower: makes one vector per patch of an image; frozen, see `train_tower`.
     multi_modal_projector: makes the vectors of the soft tokens from them.
     attends_within_images: True if the tokens of an image attend to each other in both
       directions; else attention is causal.
@@ -81,6 +82,13 @@ class VisionLanguageModel(Transformer):
       segment_ids=segment_ids,
       **options,
     )
+
+  def train_tower(self) -> None:
+    """Makes the tower's parameters trainable, in place; new models freeze them.
+
+    Trainers of adapters train the adapters alone, whatever the tower is.
+    """
+    retype(self.vision_tower, nnx.Param)
 
   def image_features(self, images: Any) -> jax.Array:
     """Returns the vectors of the images' soft tokens, [*n, K, D] with K per image.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer.attention import rope
 from tunix.models.transformer.config import Activation, RopeConfig
-from tunix.models.transformer.dense.layers import ACTIVATIONS
+from tunix.models.transformer.dense.layers import ACTIVATIONS, FrozenParam
 from tunix.models.transformer.dense.mlp import GatedMLP
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
@@ -27,6 +27,7 @@ from tunix.models.vision.layers import (
   VisionAttention,
   VisionLayer,
   check_dtype,
+  retype,
   run_layers,
 )
 from tunix.utils import checks
@@ -160,6 +161,7 @@ class PixtralTower(nnx.Module):
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
     self.ln_pre = make.norm(c.embed_dim, c.norm_eps)
     self.layers = _layers(c, rngs)
+    retype(self, FrozenParam)
 
   def __call__(
     self, values: Float[Array, "n P d"], grid: Int[Array, "n N 2"]

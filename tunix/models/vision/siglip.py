@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.models.transformer.dense.layers import Linear, gelu_tanh
+from tunix.models.transformer.dense.layers import FrozenParam, Linear, gelu_tanh
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
 from tunix.models.vision.config import CHANNELS, TowerConfig
@@ -23,6 +23,7 @@ from tunix.models.vision.layers import (
   VisionAttention,
   VisionLayer,
   check_dtype,
+  retype,
   run_layers,
 )
 from tunix.utils import checks
@@ -97,6 +98,7 @@ class SiglipTower(nnx.Module):
     self.position_embedding = make.embedding(c.grid**2, c.embed_dim)
     self.layers = _layers(c, rngs)
     self.post_layernorm = _layer_norm(c, make)
+    retype(self, FrozenParam)
 
   def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
     """Encodes images.

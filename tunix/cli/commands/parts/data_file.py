@@ -13,6 +13,7 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.make import data_sources, model_folders
 from tunix.cli.settings import yaml_text
 from tunix.data import render, show
+from tunix.data.images import ImageReader
 from tunix.data.reading import files
 from tunix.data.reading.recognize import Recognized, recognize
 from tunix.data.reading.stored import Records
@@ -105,6 +106,9 @@ def show_files(
       )
   columns = _columns(values.get("columns"))
   tokenizer, source = None, values.get("tokenizer") or values.get("model")
+  images = None
+  if "model" in values:
+    images = model_folders.image_reader(values["model"], True)
   if source is not None:
     model = values.get("model") or source
     tokenizer = model_folders.load_tokenizer(model, tokenizer=values.get("tokenizer"))
@@ -115,7 +119,7 @@ def show_files(
     )
   for name in names:
     records = data_sources.open_records(name, SFT, columns=columns)
-    for line in _lines(records, tokenizer, rows):
+    for line in _lines(records, tokenizer, rows, images):
       print(terminal.shown(line))
 
 
@@ -130,7 +134,10 @@ def _columns(text: str | None) -> Mapping[str, str]:
 
 
 def _lines(
-  records: Records, tokenizer: TokenizerAdapter | None, rows: int
+  records: Records,
+  tokenizer: TokenizerAdapter | None,
+  rows: int,
+  images: ImageReader | None,
 ) -> Iterator[str]:
   count, shown = len(records), min(rows, len(records))
   yield f"{records.name}: {records.noun}, {count:,} record{'s' * (count != 1)}"
@@ -146,7 +153,8 @@ def _lines(
       read = form.kind.read(record, where)
       yield show.describe_record(read, colour=sys.stdout.isatty())
     else:
-      yield _rendered(record, form, tokenizer, where)
+      options = {"where": where, "images": images, "folder": records.folder_of(index)}
+      yield _rendered(record, form, tokenizer, **options)
   if shown < count:
     yield f"... {count - shown:,} more"
   if tokenizer is None:
@@ -154,10 +162,10 @@ def _lines(
 
 
 def _rendered(
-  record: Any, form: Recognized, tokenizer: TokenizerAdapter, where: str
+  record: Any, form: Recognized, tokenizer: TokenizerAdapter, **options: Any
 ) -> str:
   try:
-    rendered = render.render_record(record, form.kind, tokenizer, where=where)
+    rendered = render.render_record(record, form.kind, tokenizer, **options)
   except ValueError as error:
     # The error is for Python callers; this command has an option instead.
     remedy = "name a tokenizer that has one with --tokenizer"

@@ -1,0 +1,147 @@
+"""Images in the messages of a record.
+
+A content with images is a list of parts {"type": "text", "text": ...} and {"type":
+"image", "image": ...}. The image is a path, a data URI, bytes, or an object that
+`tunix.models.images.opening.open_image` reads. `gathered` makes this form of:
+
+  OpenAI   {"type": "image_url", "image_url": {"url": "data:..."}}
+  TRL      {"type": "image"} in the messages, and the images in a column "images"
+  LLaVA    "<image>" in the text, and the images in a column "image" or "images"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+COLUMNS = ("images", "image")
+_MARK = "<image>"
+# Keys of a part that hold its image, in order of preference.
+_SOURCES = ("image", "path", "url")
+
+Part = dict[str, Any]
+
+
+def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+  """Returns a record whose messages hold their images; others are returned unchanged.
+
+  Args:
+    record: a record in our own form.
+    where: place of the record, for messages.
+
+  Raises:
+    ValueError: the numbers of placeholders and of images in the columns differ.
+  """
+  names = [name for name in COLUMNS if record.get(name) is not None]
+  given = [image for name in names for image in _listed(record[name])]
+  if not given and not any(map(_has_parts, record.values())):
+    return record
+  waiting: list[Part] = []
+  changed: dict[str, Any] = {}
+  for name, column in record.items():
+    value: Any = column
+    if name == "prompt" and isinstance(value, str) and given and _MARK in value:
+      value = [{"role": "user", "content": value}]
+    if _has_messages(value):
+      value = [_with_parts(turn, bool(given)) for turn in value]
+      waiting += [part for turn in value for part in _empty(turn.get("content"))]
+    if name not in names:
+      changed[name] = value
+  if len(waiting) != len(given):
+    raise ValueError(
+      f"{where}: {len(waiting)} placeholders of images and {len(given)} images in "
+      f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. Put "
+      f'{{"type": "image"}} into the messages, or {_MARK} into the text, for each image'
+    )
+  for part, image in zip(waiting, given, strict=True):
+    part["image"] = image
+  return changed
+
+
+def parts(message: Mapping[str, Any]) -> Iterator[Part]:
+  """Yields the parts of a message that are images."""
+  content = message.get("content")
+  if isinstance(content, list | tuple):
+    yield from (part for part in content if part["type"] == "image")
+
+
+def sources(*texts: str | Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns the images of texts or lists of messages, in order."""
+  messages = [turn for text in texts if not isinstance(text, str) for turn in text]
+  return [part["image"] for turn in messages for part in parts(turn)]
+
+
+def bare(message: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns a message as chat templates read it: its images are {"type": "image"}."""
+  if not any(parts(message)):
+    return message
+  content = [
+    {"type": "image"} if part["type"] == "image" else part
+    for part in message["content"]
+  ]
+  return {**message, "content": content}
+
+
+def name(source: Any) -> str:
+  """Returns an image as reports name it: a path, or the kind of its data."""
+  if isinstance(source, Mapping):
+    return name(source.get("path") or source.get("bytes"))
+  if isinstance(source, str):
+    return "data URI" if source[:5].lower() == "data:" else source
+  return f"{len(source)} bytes" if isinstance(source, bytes) else type(source).__name__
+
+
+def _listed(value: Any) -> Sequence[Any]:
+  return value if isinstance(value, list | tuple) else [value]
+
+
+def _has_messages(value: object) -> bool:
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
+  )
+
+
+def _has_parts(value: Any) -> bool:
+  return _has_messages(value) and any(
+    isinstance(turn.get("content"), list) for turn in value
+  )
+
+
+def _with_parts(turn: Mapping[str, Any], splits: bool) -> dict[str, Any]:
+  """Returns a message with parts in one form.
+
+  Args:
+    turn: the message.
+    splits: "<image>" in a text stands for an image.
+  """
+  content = turn.get("content")
+  if isinstance(content, list):
+    new = [_part(part) for part in content]
+  elif splits and isinstance(content, str) and _MARK in content:
+    new = []
+    for number, text in enumerate(content.split(_MARK)):
+      new += [{"type": "image"}] * bool(number)
+      new += [{"type": "text", "text": text}] * bool(text)
+  else:
+    return dict(turn)
+  return {**turn, "content": new}
+
+
+def _part(part: Any) -> Any:
+  if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
+    return part
+  image = part.get("image_url")
+  if isinstance(image, Mapping):
+    image = image.get("url")
+  found = (part[key] for key in _SOURCES if part.get(key) is not None)
+  image = next(found, image)
+  return {"type": "image"} | ({} if image is None else {"image": image})
+
+
+def _empty(content: object) -> list[Part]:
+  """Returns the parts of a content that are placeholders."""
+  if not isinstance(content, list):
+    return []
+  return [p for p in content if isinstance(p, dict) and p == {"type": "image"}]
