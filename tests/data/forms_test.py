@@ -217,7 +217,7 @@ def test_prompts_of_rewards_may_have_parts():
     (
       SFT,
       {"messages": [user([{"type": "image"}])]},
-      '"content" is list, expected a st',
+      "1 placeholders of images and 0 images in the columns",
     ),
     (
       PAIRS,

@@ -230,6 +230,8 @@ def test_records_with_images_elsewhere(smol, tmp_path):
     source_of(records, smol[0], None).render(0)
   with pytest.raises(ValueError, match=r"records that were scanned .* have none"):
     source_of(records, *smol, image_tokens=0).element(0)
+  with pytest.raises(ValueError, match=r"12 image tokens and image_tokens is 4; .*Raise"):
+    source_of(records, *smol, image_tokens=4).element(0)
   with pytest.raises(ValueError, match="packing is set and the records have images"):
     batches(records, *smol, packing=True)
   pair = {"prompt": [user(HERE)], "chosen": "a", "rejected": "b"}
@@ -262,6 +264,8 @@ def test_texts_among_images(smol):
   for name, values in plain.items():
     np.testing.assert_array_equal(batch[name], values)
   records = [of({"role": "user", "content": "<image>"})]
+  texts = source_of(records, *smol, image_tokens=0)  # as a text model reads it
+  assert toys.SOFT in texts.element(0)["input_tokens"]
   with pytest.raises(ValueError, match=r"1 image tokens \(id 79\), and its 0 images"):
     next(iter(batches(records, *smol)))
 

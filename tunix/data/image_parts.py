@@ -43,7 +43,8 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if name == "prompt" and isinstance(value, str) and given and _MARK in value:
       value = [{"role": "user", "content": value}]
     if _has_messages(value):
-      value = [_with_parts(turn, bool(given)) for turn in value]
+      turns: list[Any] = list(value)
+      value = [_with_parts(turn, bool(given)) for turn in turns]
       waiting += [part for turn in value for part in _empty(turn.get("content"))]
     if name not in names:
       changed[name] = value
@@ -51,7 +52,8 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     raise ValueError(
       f"{where}: {len(waiting)} placeholders of images and {len(given)} images in "
       f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. Put "
-      f'{{"type": "image"}} into the messages, or {_MARK} into the text, for each image'
+      f'{{"type": "image"}} into the messages, or {_MARK} into the text, for each image '
+      'of a column. Without a column, give each part its "image"'
     )
   for part, image in zip(waiting, given, strict=True):
     part["image"] = image

@@ -198,6 +198,12 @@ class Source:
     if self.images is not None and self.has_images:
       assert isinstance(self.layout, OneRow)
       limit = self.image_tokens or self.layout.max_length
+      tokens = sum(picture.num_tokens for picture in fitted.pictures)
+      if tokens > limit:
+        raise ValueError(
+          f"{self.where(index)}: the record has {tokens} image tokens and image_tokens "
+          f"is {limit}; expected at most as many. Raise image_tokens"
+        )
       return {**element, "images": self.images.row(fitted.pictures, limit)}
     if fitted.pictures:
       raise ValueError(

@@ -80,7 +80,7 @@ BAD = {
   '{"messages": ["a"]}': r'"messages"\[0\] is a str',
   '{"messages": [{"content": "a"}]}': r'"messages"\[0\]: "role" is missing',
   '{"messages": [{"role": "user"}]}': '"content" is missing, expected a string',
-  '{"messages": [{"role": "user", "content": ["a"]}]}': '"content" is list',
+  '{"messages": [{"role": "user", "content": ["a"]}]}': '"content".0. is a part',
   '{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}': "is 0.5, expected",
   '{"messages": [{"role": "user", "content": "a", "train": 1}]}': "expected true or",
 }

@@ -52,7 +52,7 @@ def _source(
   records: Records | Streamed,
   report: Report | None = None,
 ) -> Source:
-  """Returns the source of records; a report decides the pixels of its rows."""
+  """Returns the source of records; its rows have pixels if the report has images."""
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
@@ -60,7 +60,7 @@ def _source(
     options["reasoning"] = data.reasoning or "error"
   if kind is SFT:
     options["images"] = loading.ModelLoader(config).image_reader()
-    options["image_tokens"] = None if report is None else report.image_tokens
+    options["image_tokens"] = 0 if report is None else report.image_tokens
   layout: Any = layout_type(kind)
   return Source(
     records=records,
