@@ -10,6 +10,8 @@ from tunix.cli import config as config_lib, main as cli
 from tunix.cli.make import loading
 from tunix.cli.run import tiny
 from tunix.cli.settings import mesh as mesh_axes
+from tunix.data import render
+from tunix.data.records import SFT
 from tunix.models import families, tiny as tiny_models
 
 RECIPES = sorted((runs.ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -175,3 +177,16 @@ def test_the_tokens_of_a_tiny_model_are_bytes(tmp_path):
   assert "assistant" in read.apply_chat_template(
     [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
   )
+
+
+def test_a_tiny_model_trains_the_calls_of_tools():
+  call = {"function": {"name": "add", "arguments": {"a": 17}}}
+  turns = [
+    {"role": "user", "content": "add"},
+    {"role": "assistant", "content": None, "tool_calls": [call]},
+  ]
+  tokenizer = tiny.make_tokenizer()
+  rendered = render.render_record({"messages": turns}, SFT, tokenizer)
+  (ids,), (mask,) = rendered.completions, rendered.masks
+  trained = tokenizer.decode(ids[mask == 1], skip_special_tokens=False)
+  assert '"add"' in trained and "17" in trained and trained.endswith("<end>")

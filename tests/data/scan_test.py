@@ -8,6 +8,8 @@ from tunix.data.records import SFT
 from tunix.data.rows import OneRow
 from tunix.data.scan import scan as scan_source
 from tunix.data.source import Source
+from tunix.examples.quickstart import task
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 TOKENIZER = toys_text.chat_tokenizer(None)
 
@@ -48,6 +50,22 @@ def test_counts_by_policy():
   assert (left.kept, left.dropped, left.truncated) == (2, 1, 0)
   assert left.longest == {"record": length(5)}
   assert "2 kept, 1 dropped" in str(left)
+
+
+def test_text_outside_the_vocabulary_is_counted():
+  tokenizer = task.make_tokenizer()  # digits, "+" and "="; BOS, then 3 and 2 unknown
+  texts = [{"prompt": "a 1+b=", "response": "cd"}, {"prompt": "1+2=", "response": "3"}]
+  assert scan(texts, tokenizer, max_length=64).unknown == 5
+  assert scan(texts[1:], tokenizer, max_length=64).unknown == 0
+
+
+def test_an_unknown_token_that_ends_texts_too_is_not_counted():
+  tokenizer = task.make_tokenizer()
+  named = TokenizerAdapter(
+    tokenizer.tokenizer, bos_token="<begin>", eos_token="<unknown>", pad_token="<pad>"
+  )
+  assert tokenizer.unk_id() == named.eos_id()
+  assert named.unk_id() is None
 
 
 def test_errors_name_the_line(tmp_path):

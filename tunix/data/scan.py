@@ -59,6 +59,8 @@ class Report:
     forms: names of other libraries whose forms the records have.
     blank: number of fine-tuning records with an empty answer, which are kept.
     stripped: number of kept records from which reasoning was removed.
+    unknown: number of tokens of the kept records, with their prompts, that stand for
+      text outside the tokenizer's vocabulary.
     lengths: by limited part, how many kept records have at most 8 tokens after
       cutting, how many 9 to 16, and so on in steps of `STEP`. Pairs have the part
       "sequence" too: a prompt with one of its completions.
@@ -81,6 +83,7 @@ class Report:
   forms: Sequence[str] = ()
   blank: int = 0
   stripped: int = 0
+  unknown: int = 0
   lengths: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
   @property
@@ -183,7 +186,8 @@ def scan(
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
-  counts: dict[str, int] = dict.fromkeys((*names, "desirable", "blank", "stripped"), 0)
+  names += ("desirable", "blank", "stripped", "unknown")
+  counts: dict[str, int] = dict.fromkeys(names, 0)
   longest: dict[str, tuple[int, int]] = {}
   lengths: dict[str, Counter[int]] = defaultdict(Counter)  # {part: {tokens: records}}
   extra, libraries = None, set()
@@ -252,7 +256,17 @@ def _counts(
     "desirable": int(bool(fitted.extra.get("label", False))),
     "blank": int(source.kind is SFT and _is_blank(source, index)),
     "stripped": int(rendered.is_stripped),
+    "unknown": _unknown(source, fitted),
   }
+
+
+def _unknown(source: Source, fitted: Rendered) -> int:
+  """Returns the number of tokens for text outside the tokenizer's vocabulary."""
+  if (unknown := source.tokenizer.unk_id()) is None:
+    return 0
+  return sum(
+    int((ids == unknown).sum()) for ids in (fitted.prompt, *fitted.completions)
+  )
 
 
 def _histogram(lengths: Mapping[int, int]) -> list[int]:

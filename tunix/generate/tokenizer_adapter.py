@@ -241,6 +241,15 @@ class TokenizerAdapter:
     pad = self._role("pad_token").id
     return self.eos_id() if pad is None else pad
 
+  def unk_id(self) -> int | None:
+    """Returns the id of text outside the vocabulary; None if there is none.
+
+    A token that also begins, ends or pads sequences does not count.
+    """
+    unknown = self._backend.unknown_id()
+    ours = (self.bos_id(), self.pad_id(), *self.eos_ids())
+    return None if unknown in ours else unknown
+
   def eos_ids(self) -> tuple[int, ...]:
     """Returns every id that ends a sequence, `eos_id` first.
 

@@ -89,6 +89,12 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
       f"note: {report.blank:,} records of the train data have an empty answer; only "
       "its end is trained. Remove them"
     )
+  if report.unknown:
+    yield (
+      f"note: {report.unknown:,} tokens of the train data stand for text that the "
+      "tokenizer does not know; the model cannot read or write this text. `tunix data "
+      "show` shows the tokens. Use another model, or set tokenizer.path if it is wrong"
+    )
 
 
 def as_json(run: Prepared, model: Transformer) -> dict[str, Any]:

@@ -36,8 +36,10 @@ _STEPS = 2
 _LENGTH = 256  # most tokens of a row or a prompt; a token is a byte
 _NEW_TOKENS = 16
 _SPECIAL = ("<pad>", "<begin>", "<end>")
+# Prints the tool calls too: a template that drops them is an error for their records.
 _TEMPLATE = (
-  "{% for m in messages %}<begin>{{ m['role'] }}\n{{ m['content'] }}<end>{% endfor %}"
+  "{% for m in messages %}<begin>{{ m['role'] }}\n{{ m['content'] }}"
+  "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}<end>{% endfor %}"
   "{% if add_generation_prompt %}<begin>assistant\n{% endif %}"
 )
 # Keys that limit lengths, with their largest values here.

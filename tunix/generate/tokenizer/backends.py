@@ -124,6 +124,10 @@ class Backend(abc.ABC):
     """Returns the special tokens by role ("bos_token", "eos_token", ...)."""
     return self._roles
 
+  def unknown_id(self) -> int | None:
+    """Returns the id of the role "unk_token"; None if there is none."""
+    return self.roles().get("unk_token", Token()).id
+
   @abc.abstractmethod
   def special_tokens(self) -> dict[str, int]:
     """Returns text -> id of every special token whose text is known."""
@@ -251,6 +255,11 @@ class TokenizersBackend(Backend):
 
   def id_of(self, text: str) -> int | None:
     return self._rust.token_to_id(text)
+
+  def unknown_id(self) -> int | None:
+    # The model of tokenizer.json names its own, whatever tokenizer_config.json has.
+    text = getattr(self._rust.model, "unk_token", None)
+    return super().unknown_id() if text is None else self.id_of(text)
 
   def special_tokens(self) -> dict[str, int]:
     added = self._rust.get_added_tokens_decoder()
