@@ -230,7 +230,9 @@ def test_records_with_images_elsewhere(smol, tmp_path):
     source_of(records, smol[0], None).render(0)
   with pytest.raises(ValueError, match=r"records that were scanned .* have none"):
     source_of(records, *smol, image_tokens=0).element(0)
-  with pytest.raises(ValueError, match=r"12 image tokens and image_tokens is 4; .*Raise"):
+  with pytest.raises(
+    ValueError, match=r"12 image tokens and image_tokens is 4; .*Raise"
+  ):
     source_of(records, *smol, image_tokens=4).element(0)
   with pytest.raises(ValueError, match="packing is set and the records have images"):
     batches(records, *smol, packing=True)
