@@ -1,6 +1,7 @@
 """Tiny folders of models with images, and records with drawn pictures."""
 
 import json
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -84,7 +85,7 @@ _TOYS = {
     | {77: "[IMG_BREAK]", 78: "[IMG_END]", SOFT: "[IMG]"},
   ),
 }
-_ROLES = {
+_ROLES: dict[str, dict[str, Any]] = {
   "gemma3": {"bos_token": "<bos>", "eos_token": "<eos>"},
   "smolvlm": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
   "ministral3": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -118,7 +119,7 @@ def folder(name, path):
   return processors.write(path, _TOYS[name][0])
 
 
-def load(path, **options):
+def load(path, **options) -> Any:
   return AutoModel.from_pretrained(path, dtype="float32", images=True, **options)
 
 

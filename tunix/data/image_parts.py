@@ -51,8 +51,8 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   if len(waiting) != len(given):
     raise ValueError(
       f"{where}: {len(waiting)} placeholders of images and {len(given)} images in "
-      f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. Put "
-      f'{{"type": "image"}} into the messages, or {_MARK} into the text, for each '
+      f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. "
+      f'Put {{"type": "image"}} into the messages, or {_MARK} into the text, for each '
       'image of a column. Without a column, give each part its "image"'
     )
   for part, image in zip(waiting, given, strict=True):

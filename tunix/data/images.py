@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -44,15 +44,6 @@ class Picture(NamedTuple):
     return f"{self.name}, {width} x {height} pixels, {self.num_tokens:,} tokens"
 
 
-class SeeingConfig(Protocol):
-  """The part of a model's configuration that `ImageReader` reads."""
-
-  @property
-  def soft_token(self) -> int: ...
-  @property
-  def image_sizes(self) -> tuple[int, int]: ...
-
-
 class ImageReader:
   """Reads the images of records for a model with a vision tower.
 
@@ -63,15 +54,23 @@ class ImageReader:
     folder: folder with the processor's files, usually that of the model.
     config: configuration of the model, a `VisionLanguageConfig`.
     max_pixels: largest accepted height times width of an image.
+
+  Raises:
+    TypeError: the configuration is that of a text model.
   """
 
   def __init__(
     self,
     folder: str | os.PathLike[str],
-    config: SeeingConfig,
+    config: Any,
     *,
     max_pixels: int = opening.MAX_PIXELS,
   ):
+    if not hasattr(config, "image_sizes"):
+      raise TypeError(
+        f"config is a {type(config).__module__}.{type(config).__name__}; expected that "
+        "of a model with a vision tower. Load the model with images=True"
+      )
     self.folder, self.max_pixels = pathlib.Path(folder), max_pixels
     # The ids of tokens whose embeddings are replaced by vectors of images.
     self.soft_token = config.soft_token

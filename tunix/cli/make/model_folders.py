@@ -171,8 +171,7 @@ def image_reader(
   model_type = tensor_files.read_json(folder / file).get("model_type")
   if not families.has_tower(model_type, images):
     return None
-  sizes: Any = automodel.config_of_folder(folder, images=images)
-  return ImageReader(folder, sizes)
+  return ImageReader(folder, automodel.config_of_folder(folder, images=images))
 
 
 def _check_adapter_folder(folder: str) -> None:
