@@ -28,7 +28,7 @@ OWN: dict[str, Any] = {"max_teacher_prompt_length": 10}
 class Letters:
   """Every id is a letter, in an order of its own; id 1 is the end."""
 
-  def __init__(self, order=range(toys.VOCAB)):
+  def __init__(self, order: Any = range(toys.VOCAB)):
     self._letters = [chr(0x20 + i) for i in order]
     self._ids = {x: i for i, x in enumerate(self._letters) if i != 1}
     self.vocab_size = toys.VOCAB
@@ -111,6 +111,7 @@ def test_scores_of_spans_are_sums_of_the_teachers_tokens():
   for row in range(4):
     start = int(np.flatnonzero(mask[row])[0])
     ids = rows[row, start : start + 6][: np.flatnonzero(mask[row])[-1] + 1 - start]
+    assert t._alignment is not None
     reading = t._alignment.read(ids)
     prompt = teacher.tokenizer.tokenize(TEXTS["prompts"][row], add_eos=False).tolist()
     words = trainers.logps(teacher.model, prompt, reading.ids)

@@ -97,9 +97,9 @@ def spanned(
   """
   ids = [reading.ids[:length] for reading in readings]
   marks = [np.ones_like(row) for row in ids]
-  columns = rows_lib.stack_completions(ids, marks, length, pad_id=0)
+  tokens, mask = rows_lib.stack_completions(ids, marks, length, pad_id=0)
   own: Any = (batch.teacher_prompt_ids, batch.teacher_prompt_mask)
-  rows, seen = joined(batch), joined(Prompts(*own, *columns))
+  rows, seen = joined(batch), joined(Prompts(own[0], own[1], tokens, mask))
   ends, seen_ends = (
     np.tile(np.arange(mask.shape[1], dtype=np.int32), (len(mask), 1))
     for mask in (rows["input_mask"], seen["input_mask"])

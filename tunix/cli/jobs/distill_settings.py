@@ -60,7 +60,7 @@ class DistillSettings:
   """
 
   teacher: str | None = model_setting("teacher")
-  align: Literal["text"] | None = None
+  align: Literal["text"] | None = setting(None, fingerprint="teacher_tokenizer")
   strategy: Literal["logit", "policy_gradient"] | None = None
   on_policy_fraction: float | None = None
   teacher_dtype: Dtype | None = None
