@@ -215,6 +215,7 @@ def check_split_invariance(
   *,
   packed: Any = None,
   meshes: Sequence[Any] = (),
+  cuts: Sequence[int] = (1, 2, 4),
 ) -> None:
   """One global batch, cut into 1, 2 and 4, packed, and on several devices.
 
@@ -225,15 +226,18 @@ def check_split_invariance(
     cut: (batch, parts) -> micro-batches.
     packed: the same examples in packed rows, or None.
     meshes: device meshes to repeat it on: whole, in four, and packed in two.
+    cuts: numbers of micro-batches; without 1, no mesh gets the batch whole.
   """
   want = gradients(make_trainer(1), [whole])
-  cases = [(whole, 1), (whole, 4)] + ([] if packed is None else [(packed, 2)])
-  others = [(whole, 2)] + ([] if packed is None else [(packed, 1), (packed, 4)])
-  for batch, parts in cases + others:
-    assert_same_gradients(gradients(make_trainer(parts), cut(batch, parts)), want)
+  # Half of the cases: a cut does not know the devices, and each is one compilation.
+  on_meshes = [(whole, 1)] * (1 in cuts) + [(whole, 4)]
+  on_meshes += [] if packed is None else [(packed, 2)]
+  for batch in [whole] if packed is None else [whole, packed]:
+    for parts in cuts:
+      if batch is not whole or parts > 1:
+        assert_same_gradients(gradients(make_trainer(parts), cut(batch, parts)), want)
   for mesh in meshes:
     with jax.set_mesh(mesh):
-      # Half of them: a cut does not know the devices, and each case is one compilation.
-      for batch, parts in cases:
+      for batch, parts in on_meshes:
         pieces = cut(batch, parts)
         assert_same_gradients(gradients(make_trainer(parts), pieces), want)

@@ -1,7 +1,7 @@
 """What a draw should give, by plain loops, and whether it did."""
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 
 def exact(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, forbidden=()):
@@ -27,6 +27,8 @@ def exact(logits, temperature=1.0, top_k=None, top_p=None, min_p=None, forbidden
 def p_value(seen, chances):
   """Of the chi-square test that counts [V] follow `chances`; 0 where something came
   that cannot. What is expected fewer than 5 times is one class."""
+  from scipy import stats  # slow to import
+
   seen, expected = np.asarray(seen, float), chances * np.sum(seen)
   if seen[chances == 0].any():
     return 0.0

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from scipy import special, stats
+from scipy import special
 
 from tests import toys, toys_text
 from tests.generate import toy_ids
@@ -71,6 +71,8 @@ def test_logits_and_logprobs_are_those_of_a_full_pass():
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_sampled_pairs_follow_the_exact_distribution(temperature):
+  from scipy import stats  # slow to import
+
   vocab, count = 7, 4096
   model = spread(vocab)
   prompt = [3, 1, 4, 1, 5]

@@ -74,4 +74,5 @@ def visible(mask):
 
 def relative(got, want):
   """Norm of the difference over the norm."""
-  return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))
+  got, want = np.asarray(got), np.asarray(want)  # by NumPy, which compiles nothing
+  return float(np.linalg.norm(got - want) / np.linalg.norm(want))

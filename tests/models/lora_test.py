@@ -32,7 +32,9 @@ def widen(model):
 def test_fresh_adapter_changes_nothing_and_shares_the_base():
   model = toys.model()
   adapted = lora.apply(model, lora.LoraConfig(rank=4))
-  np.testing.assert_array_equal(adapted(TOKENS)[0], model(TOKENS)[0])
+  np.testing.assert_array_equal(
+    toys.logits(adapted, TOKENS), toys.logits(model, TOKENS)
+  )
   assert not lora_modules.adapted(model)
   base = {k: v for k, v in state(adapted).items() if "lora" not in k}
   for path, value in state(model).items():
@@ -126,7 +128,10 @@ def test_merged_model_computes_the_same(stacked):
   adapted = adapted if stacked else adapted.unstack()
   merged = lora.merge(adapted)
   assert not state(merged, nnx.LoRAParam)
-  assert checkpoints.relative(merged(TOKENS)[0], adapted(TOKENS)[0]) < 1e-5
+  assert (
+    checkpoints.relative(toys.logits(merged, TOKENS), toys.logits(adapted, TOKENS))
+    < 1e-5
+  )
   assert state(merged)["norm.scale"] is state(adapted)["norm.scale"]
   assert lora_modules.adapted(adapted), "the adapted model stays adapted"
 
@@ -153,7 +158,7 @@ def test_dtype_of_the_adapters():
   assert {x.dtype for x in state(half, nnx.LoRAParam).values()} == {
     np.dtype(jnp.bfloat16)
   }
-  assert half(TOKENS, return_hidden=True)[0].dtype == jnp.bfloat16
+  assert toys.logits(half, TOKENS, return_hidden=True).dtype == jnp.bfloat16
   dora = lora.LoraConfig(rank=2, dtype=jnp.bfloat16, use_dora=True)
   magnitude = state(lora.apply(model, dora), nnx.LoRAParam)
   assert magnitude["layers.mlp.up_proj.lora_magnitude"].dtype == jnp.float32
@@ -249,7 +254,10 @@ def test_a_pattern_that_matches_no_adapted_module(name):
 def test_fresh_dora_changes_nothing():
   model = toys.model()
   adapted = lora.apply(model, lora.LoraConfig(rank=4, use_dora=True))
-  assert checkpoints.relative(adapted(TOKENS)[0], model(TOKENS)[0]) < 1e-6
+  assert (
+    checkpoints.relative(toys.logits(adapted, TOKENS), toys.logits(model, TOKENS))
+    < 1e-6
+  )
   assert len(state(adapted, nnx.LoRAParam)) == 3 * 7
 
 

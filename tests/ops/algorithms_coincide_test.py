@@ -12,15 +12,15 @@ from tunix.ops.reductions import aggregate
 
 B, T = 6, 4
 RNG = np.random.default_rng(0)
-LOGPS, OLD = jnp.array(RNG.normal(size=(2, B, T)) * 0.4 - 1.5, jnp.float32)
-MASK = (jnp.arange(T) < jnp.array([4, 1, 3, 2, 4, 2])[:, None]).astype(jnp.int32)
-REWARDS = jnp.array(RNG.normal(size=(3, 2)), jnp.float32)
-OF_ROWS = adv.leave_one_out(REWARDS).ravel()
+LOGPS, OLD = (RNG.normal(size=(2, B, T)) * 0.4 - 1.5).astype(np.float32)
+MASK = (np.arange(T) < np.array([4, 1, 3, 2, 4, 2])[:, None]).astype(np.int32)
+REWARDS = RNG.normal(size=(3, 2)).astype(np.float32)
+OF_ROWS = (REWARDS - REWARDS[:, ::-1]).ravel()  # adv.leave_one_out(REWARDS)
 
 
 def same(one, other, at=LOGPS, factor=1.0):
   """Value and gradient."""
-  one, other = jax.value_and_grad(one)(at), jax.value_and_grad(other)(at)
+  one, other = (jax.jit(jax.value_and_grad(f))(at) for f in (one, other))
   np.testing.assert_allclose(one[0], factor * other[0], rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(one[1], factor * other[1], rtol=1e-5, atol=1e-6)
   assert np.any(one[1])
@@ -46,6 +46,7 @@ def test_grpo_without_deviation_is_rloo_scaled(size):
   rewards = jnp.array(RNG.normal(size=(5, size)), jnp.float32)
   centered, left_out = adv.group_centered(rewards), adv.leave_one_out(rewards)
   np.testing.assert_allclose(centered, (size - 1) / size * left_out, rtol=1e-5)
+  np.testing.assert_allclose(adv.leave_one_out(REWARDS).ravel(), OF_ROWS, rtol=1e-6)
 
 
 def test_grpo_of_two_is_rloo_halved_off_policy_and_clipped():

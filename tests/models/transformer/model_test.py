@@ -129,7 +129,9 @@ def test_named_scopes_reach_the_program(model):
 def test_unstacked_model_is_the_same(model):
   loose = model.unstack()
   assert len(loose.layers) == 2 and loose.unstack() is loose
-  np.testing.assert_allclose(loose(TOKENS)[0], model(TOKENS)[0], rtol=1e-6, atol=1e-6)
+  np.testing.assert_allclose(
+    toys.logits(loose, TOKENS), toys.logits(model, TOKENS), rtol=1e-6, atol=1e-6
+  )
   kernel = loose.layers[1].mlp.up_proj.kernel
   assert kernel.shape == (32, 64)
   assert kernel.get_metadata("out_sharding") == (("fsdp", "ep", "cp"), "tp")
@@ -143,11 +145,12 @@ def test_cache_equals_full_forward(model, stacked):
   cached = model if stacked else model.unstack()
   cache = cached.init_cache(2, 12)
   assert cache.size == 12
-  first, cache = cached(TOKENS[:, :7], cache=cache)
-  rest, cache = cached(TOKENS[:, 7:], cache=cache)
+  call = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+  first, cache = call(cached, TOKENS[:, :7], cache)
+  rest, cache = call(cached, TOKENS[:, 7:], cache)
   assert int(cache.index) == 10
   got = jnp.concatenate([first, rest], axis=1)
-  np.testing.assert_allclose(got, model(TOKENS)[0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got, toys.logits(model, TOKENS), rtol=1e-5, atol=1e-6)
 
 
 def test_cache_with_left_padding(model):
@@ -158,23 +161,24 @@ def test_cache_with_left_padding(model):
   mask[1, :3] = False
   positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
   visible = np.tril(np.ones((12, 12), bool))[None] & mask[:, None]
+  call = nnx.jit(lambda model, *given: model(*given))
   cache = model.init_cache(2, 12)
   parts = []
   for piece in (slice(0, 6), slice(6, 10)):
-    logits, cache = model(
-      padded[:, piece], positions[:, piece], cache, visible[:, piece]
+    logits, cache = call(
+      model, padded[:, piece], positions[:, piece], cache, visible[:, piece]
     )
     parts.append(logits)
   got = jnp.concatenate(parts, axis=1)
-  bare, _ = model(TOKENS[1:, :7])
+  bare = toys.logits(model, TOKENS[1:, :7])
   np.testing.assert_allclose(got[1, 3:], bare[0], rtol=1e-5, atol=1e-6)
 
 
 def test_packed_rows(model):
   segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0]] * 2, np.int32)
-  logits, _ = model(TOKENS, segment_ids=segments)
+  logits = toys.logits(model, TOKENS, segment_ids=segments)
   np.testing.assert_allclose(
-    logits[:, 4:9], model(TOKENS[:, 4:9])[0], rtol=1e-5, atol=1e-6
+    logits[:, 4:9], toys.logits(model, TOKENS[:, 4:9]), rtol=1e-5, atol=1e-6
   )
   with pytest.raises(ValueError, match="segment_ids cannot be combined"):
     model(TOKENS, attention_mask=np.ones((2, 10, 10), bool), segment_ids=segments)
@@ -194,19 +198,22 @@ def test_a_row_that_sees_nothing_gives_numbers(model):
 @pytest.mark.parametrize("tied", [True, False])
 def test_hidden_states_and_unembedding_make_the_logits(tied):
   model = toys.model(tie_embeddings=tied)
-  hidden, _ = model(TOKENS, return_hidden=True)
+  hidden = toys.logits(model, TOKENS, return_hidden=True)
   table, layout = model.unembedding()
   assert layout.transposed == tied and layout.mesh is None
   logits = hidden @ (table.T if tied else table)
-  np.testing.assert_allclose(logits, model(TOKENS)[0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(logits, toys.logits(model, TOKENS), rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
   model = toys.model(dtype=jnp.bfloat16)
-  assert model(TOKENS, return_hidden=True)[0].dtype == jnp.bfloat16
-  assert model(TOKENS)[0].dtype == jnp.float32
+  assert toys.logits(model, TOKENS, return_hidden=True).dtype == jnp.bfloat16
+  assert toys.logits(model, TOKENS).dtype == jnp.float32
   assert model.init_cache(1, 4).k[0].dtype == jnp.bfloat16
-  assert checkpoints.relative(model(TOKENS)[0], toys.model()(TOKENS)[0]) < 0.02
+  assert (
+    checkpoints.relative(toys.logits(model, TOKENS), toys.logits(toys.model(), TOKENS))
+    < 0.02
+  )
 
 
 def test_attention_by_hand():
@@ -366,7 +373,7 @@ def test_sharded_model_computes_the_same(model, mesh_fsdp4_tp2):
   graph, state = nnx.split(split)
   with jax.set_mesh(mesh_fsdp4_tp2):
     logits = jax.jit(lambda s: nnx.merge(graph, s)(tokens)[0])(state)
-  assert checkpoints.relative(logits, model(tokens)[0]) < 1e-5
+  assert checkpoints.relative(logits, toys.logits(model, tokens)) < 1e-5
 
 
 def test_activations_are_pinned_to_the_batch(mesh_fsdp8):

@@ -1,14 +1,17 @@
 """Environments that are programs around a client of OpenAI."""
 
+import importlib.util
 import json
 
 import pytest
 
 from tests import toys_calls
 from tests.rl.env import fakes
-
-pytest.importorskip("openai")
 from tunix.rl.env.adapters.openai_client import ClientEnvironment
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("openai") is None, reason="pip install openai"
+)
 
 ADD = {
   "type": "function",
