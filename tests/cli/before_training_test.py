@@ -99,7 +99,9 @@ def test_a_rate_far_from_the_usual_ones_is_noted(keys, note):
   is_tiny = keys.pop("model.name", None)
   words = [f"--{key}={value}" for key, value in keys.items()]
   config = settle_values(config_lib.load([*words, "--model.name=qwen3_0p6b"]), 10)
-  report = types.SimpleNamespace(scanned=9, is_whole=True, records=9, kept=9, blank=0)
+  report = types.SimpleNamespace(
+    scanned=9, is_whole=True, records=9, kept=9, blank=0, unknown=0
+  )
   run = types.SimpleNamespace(
     config=config, data=types.SimpleNamespace(reports={"train": report})
   )
