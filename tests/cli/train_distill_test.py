@@ -8,6 +8,8 @@ import pytest
 
 from tests import toys, toys_text
 from tests.cli import runs
+from tunix.cli import config as config_lib
+from tunix.cli.run.folder import RunFolder
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
@@ -254,6 +256,19 @@ def test_another_teacher_cannot_resume(keys, model, capsys):
   assert train(keys, training__max_steps=1) == 0
   assert train(keys, training__max_steps=2, distill__teacher=model) == 2
   assert "distill.teacher" in capsys.readouterr().err
+
+
+def test_another_of_several_teachers_cannot_resume(tmp_path):
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+  words = ["--distill.teachers={a: one, b: two}", "--distill.teacher_column=task"]
+  words += ["--distill.on_policy_fraction=1", "--rollout.max_prompt_length=8"]
+  words += ["--rollout.max_tokens_to_generate=8", "--model.path=student"]
+  config = config_lib.load(["--job=distill", *words])
+  folder = RunFolder(tmp_path)
+  folder.start(config, {"teachers.a": "1", "teachers.b": "2"}, {})
+  folder.check_resume(config, {"teachers.a": "1", "teachers.b": "2"})
+  with pytest.raises(ValueError, match="content of distill.teachers has changed"):
+    folder.check_resume(config, {"teachers.a": "1", "teachers.b": "3"})
 
 
 def test_records_that_end_with_no_answer(keys, tmp_path, capsys):

@@ -75,7 +75,9 @@ class DistillSettings:
   template: str | None = None
   demonstration: str | None = None
   max_teacher_prompt_length: int = 1024
-  teachers: dict[str, str] = setting(default_factory=dict, may_change=True)
+  teachers: dict[str, str] = setting(
+    default_factory=dict, may_change=True, fingerprint="teachers"
+  )
   teacher_column: str = "teacher"
 
   def __post_init__(self):

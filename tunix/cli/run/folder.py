@@ -248,9 +248,10 @@ class RunFolder:
     self, config: RunSettings, fingerprints: Mapping[str, str]
   ) -> list[str]:
     before = json.loads(self.data_file.read_text())["sha256"]
-    # Names that both have: evaluation data may be added or left out.
+    # Names that both have: evaluation data may be added or left out. A key with several
+    # contents has a name for each, such as "teachers.math".
     changed = {
-      name
+      name.partition(".")[0]
       for name in before.keys() & fingerprints.keys()
       if before[name] != fingerprints[name]
     }
