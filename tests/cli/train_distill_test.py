@@ -267,7 +267,7 @@ def test_another_of_several_teachers_cannot_resume(tmp_path):
   folder = RunFolder(tmp_path)
   folder.start(config, {"teachers.a": "1", "teachers.b": "2"}, {})
   folder.check_resume(config, {"teachers.a": "1", "teachers.b": "2"})
-  with pytest.raises(ValueError, match="content of distill.teachers has changed"):
+  with pytest.raises(ValueError, match=r"content of distill\.teachers has changed"):
     folder.check_resume(config, {"teachers.a": "1", "teachers.b": "3"})
 
 
