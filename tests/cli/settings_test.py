@@ -87,6 +87,7 @@ ALIGNED = {
 # What else a key needs, to be set at all.
 NEEDS = {
   "model.revision": {"model.path": "owner/name"},
+  "model.images": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
   "model.quantize": {"lora.rank": 2},
   "compilation_cache_key": {"compilation_cache": "programs"},
