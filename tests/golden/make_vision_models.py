@@ -1,6 +1,7 @@
 """Makes the committed tiny models of images and text beside this file.
 
-Run where the `parity` extra is installed: `python tests/golden/make_vision_models.py`.
+Run where the `parity` extra is installed: `python tests/golden/make_vision_models.py`,
+with names of models to make these alone.
 The weights are stored in bfloat16 to stay small; all below is computed in float32 from
 them, with eager attention. NAME/expected.npz holds
 
@@ -14,6 +15,7 @@ them, with eager attention. NAME/expected.npz holds
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -49,6 +51,28 @@ YARN = {
   "llama_4_scaling_beta": 0.5,
 }
 MINISTRAL = TEXT | {"head_dim": 6, "rope_parameters": YARN}
+QWEN_TOWER = {
+  "hidden_size": 16,
+  "intermediate_size": 20,
+  "depth": 3,
+  "num_heads": 2,
+  "patch_size": 4,
+  "out_hidden_size": 16,
+  "num_position_embeddings": 25,
+  "initializer_range": 0.3,
+}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+QWEN3 = TEXT | {"head_dim": 8, "rope_parameters": MROPE, "num_hidden_layers": 3}
+QWEN3_5 = QWEN3 | {
+  "num_hidden_layers": 2,
+  "head_dim": 16,
+  "rope_parameters": MROPE | {"partial_rotary_factor": 0.5},
+  "layer_types": ["linear_attention", "full_attention"],
+  "linear_key_head_dim": 4,
+  "linear_value_head_dim": 6,
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+}
 # Patches of the images; both edges are multiples of the merged squares.
 GRID = ((4, 2), (2, 6), (4, 4))
 
@@ -57,6 +81,13 @@ GRID = ((4, 2), (2, 6), (4, 4))
 GOLDEN = {
   "smolvlm": ("SmolVLM", TEXT, SIGLIP, {"scale_factor": 3}),
   "ministral3": ("Mistral3", MINISTRAL, TOWER, {}),
+  "qwen3_5": ("Qwen3_5", QWEN3_5, QWEN_TOWER, {}),
+  "qwen3_vl": (
+    "Qwen3VL",
+    QWEN3,
+    QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]},
+    {},
+  ),
 }
 # Further odd ones, which only vision_models_live_test.py makes.
 ODD = {
@@ -90,6 +121,40 @@ ODD = {
       "projector_hidden_act": "silu",
     },
   ),
+  "Qwen3.5, tied, squares of three": (
+    "Qwen3_5",
+    QWEN3_5 | {"num_key_value_heads": 1, "layer_types": ["full_attention"] * 2},
+    QWEN_TOWER | {"depth": 1, "num_heads": 1, "spatial_merge_size": 3},
+    {"tie_word_embeddings": True},
+  ),
+  "Qwen3.5, mixture, no merging": (
+    "Qwen3_5Moe",
+    QWEN3_5
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    | {"shared_expert_intermediate_size": 12},
+    QWEN_TOWER
+    | {"spatial_merge_size": 1, "patch_size": 2, "num_position_embeddings": 4}
+    | {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}},
+    {},
+  ),
+  "Qwen3-VL, tied, one feature": (
+    "Qwen3VL",
+    QWEN3 | {"num_hidden_layers": 1, "num_key_value_heads": 4, "attention_bias": True},
+    QWEN_TOWER | {"deepstack_visual_indexes": [1], "depth": 2},
+    {"tie_word_embeddings": True},
+  ),
+  "Qwen3-VL, features of all layers, YaRN": (
+    "Qwen3VL",
+    QWEN3
+    | {"num_hidden_layers": 2, "rms_norm_eps": 1e-3, "num_key_value_heads": 1}
+    | {
+      "rope_parameters": MROPE
+      | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    },
+    QWEN_TOWER
+    | {"deepstack_visual_indexes": [0, 1], "depth": 2, "num_position_embeddings": 49},
+    {},
+  ),
 }
 
 
@@ -97,13 +162,14 @@ def build(kind, text, tower, fields):
   prefix, text_type = (
     ("Mistral3", "Ministral3") if kind == "Mistral3" else (kind, "Llama")
   )
+  text_type = f"{kind}Text" if kind.startswith("Qwen") else text_type
   vision = "Pixtral" if kind == "Mistral3" else prefix
   image = {"image_token_index" if kind == "Mistral3" else "image_token_id": IMAGE}
   tied = fields.get("tie_word_embeddings", False)
   config = getattr(transformers, f"{prefix}Config")(
     text_config=getattr(transformers, f"{text_type}Config")(
       **text, tie_word_embeddings=tied
-    ),
+    ).to_dict(),
     vision_config=getattr(transformers, f"{vision}VisionConfig")(**tower).to_dict(),
     **{"tie_word_embeddings": False} | image | fields,
   )
@@ -121,6 +187,8 @@ def inputs(model):
   rng = np.random.default_rng(0)
   config = model.config
   patch = config.vision_config.patch_size
+  if config.model_type.startswith("qwen"):
+    return qwen_inputs(rng, patch, config.vision_config.spatial_merge_size)
   if config.model_type == "mistral3":
     merged = config.spatial_merge_size
     grid = np.array(GRID, np.int32) // 2 * merged
@@ -136,6 +204,21 @@ def inputs(model):
   per_image = (size // patch // config.scale_factor) ** 2
   theirs = {"pixel_values": torch.tensor(pixels)[None]}
   return {"images": pixels.transpose(0, 2, 3, 1)}, theirs, [per_image] * 3
+
+
+def qwen_inputs(rng, patch, merged):
+  """The patches in squares; for theirs, twice and with the channel first."""
+  sizes = np.array(GRID, np.int32) // 2 * merged
+  grid = np.insert(sizes, 0, 1, axis=1)
+  count = sizes.prod(1).sum()
+  pixels = rng.uniform(-1, 1, (count, patch, patch, 3)).astype(np.float32)
+  ours = {"values": pixels.reshape(count, -1), "grid": grid}
+  frames = np.stack([pixels.transpose(0, 3, 1, 2)] * 2, axis=2).reshape(count, -1)
+  theirs = {
+    "pixel_values": torch.tensor(frames),
+    "image_grid_thw": torch.tensor(grid, dtype=torch.long),
+  }
+  return ours, theirs, (sizes // merged).prod(1)
 
 
 def patches(image, edge):
@@ -173,11 +256,12 @@ def loss(logits, tokens, mask):
 def logits(model, theirs, tokens, mask):
   positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
   long = lambda x: torch.tensor(x, dtype=torch.long)
+  if model.config.model_type.startswith("qwen"):  # it finds the three axes itself
+    own = {"mm_token_type_ids": long(tokens == IMAGE)}
+  else:
+    own = {"position_ids": long(positions)}
   return model(
-    input_ids=long(tokens),
-    attention_mask=long(mask),
-    position_ids=long(positions),
-    **theirs,
+    input_ids=long(tokens), attention_mask=long(mask), **own, **theirs
   ).logits
 
 
@@ -220,6 +304,8 @@ def make(case, folder):
 
 def main():
   for name, case in GOLDEN.items():
+    if sys.argv[1:] and name not in sys.argv[1:]:
+      continue
     folder = HERE / f"{name}_vision"
     np.savez_compressed(folder / "expected.npz", **make(case, folder))
 

@@ -18,7 +18,7 @@ from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.vision import layers, pixtral
 from tunix.utils import mesh as mesh_lib
 
-NAMES = ("smolvlm", "ministral3")
+NAMES = ("smolvlm", "ministral3", "qwen3_5", "qwen3_vl")
 
 
 def folder_of(name):

@@ -46,7 +46,7 @@ _LAYER_TYPES: Mapping[str, LayerType] = {
 }
 # Numbers of frequency pairs that turn with time, height and width. All three positions
 # of a text token are equal, so a text model does not depend on them.
-_SECTIONS = (11, 11, 10)
+SECTIONS = (11, 11, 10)
 
 _MIXER = "model.layers.{i}.linear_attn."
 NAMES: NameTable = {
@@ -105,8 +105,10 @@ def text_config(hf: hf_config.HfConfig) -> dict[str, Any]:
       f"text_config is {text!r}; expected the settings of a model of model_type "
       f"'{kind}_text'. Correct config.json"
     )
-  outer = ("quantization_config", "tie_word_embeddings", "architectures")
-  return {field: hf[field] for field in outer if field in hf} | dict(text)
+  outer = ("quantization_config", "architectures")
+  # transformers writes its default of `tie_word_embeddings` into the section, too.
+  whole = {k: hf[k] for k in ("tie_word_embeddings",) if hf.get(k) is not None}
+  return {field: hf[field] for field in outer if field in hf} | dict(text) | whole
 
 
 def _read_rope(hf: Mapping[str, Any]) -> tuple[RopeConfig, dict[str, Any]]:
@@ -164,9 +166,9 @@ def write_decoder(
   hf = hf_config.write_decoder(config, model_type, architecture)
   del hf["rope_scaling"], hf["rope_theta"]  # transformers reads the share in one place
   hf["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
-  if config.rope.rotated(config.head_dim) == 2 * sum(_SECTIONS):
+  if config.rope.rotated(config.head_dim) == 2 * sum(SECTIONS):
     hf["rope_parameters"] |= {
-      "mrope_section": list(_SECTIONS),
+      "mrope_section": list(SECTIONS),
       "mrope_interleaved": True,
     }
   names = {kind: name for name, kind in _LAYER_TYPES.items()}

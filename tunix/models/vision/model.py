@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,13 +68,7 @@ class VisionLanguageModel(Transformer):
           "images cannot be combined with input_embeddings or groups, which are made "
           "from them"
         )
-      soft = self.config.soft_token
-      # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
-      x = self.embed(jnp.where(input_tokens == soft, 0, input_tokens))
-      features = self.image_features(images)
-      options["input_embeddings"] = scatter_images(x, input_tokens, features, soft)
-      if self.attends_within_images:
-        options["groups"] = image_groups(input_tokens, soft)
+      options |= self.image_options(input_tokens, images, segment_ids)
     return super().__call__(
       input_tokens,
       positions,
@@ -82,6 +77,32 @@ class VisionLanguageModel(Transformer):
       segment_ids=segment_ids,
       **options,
     )
+
+  def image_options(
+    self,
+    tokens: Int[Array, "B T"],
+    images: Any,
+    segment_ids: Int[Array, "B T"] | None,
+  ) -> dict[str, Any]:
+    """Returns the arguments of `Transformer.__call__` that are made from images."""
+    soft = self.config.soft_token
+    # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
+    x = self.embed(jnp.where(tokens == soft, 0, tokens))
+    features, *deeper = self.features_of_layers(images)
+    options: dict[str, Any] = {
+      "input_embeddings": scatter_images(x, tokens, features, soft)
+    }
+    if self.attends_within_images:
+      options["groups"] = image_groups(tokens, soft)
+    if deeper:
+      nothing = jnp.zeros_like(x)
+      added = [scatter_images(nothing, tokens, each, soft) for each in deeper]
+      options["deepstack"] = jnp.stack(added)
+    return options
+
+  def features_of_layers(self, images: Any) -> Sequence[jax.Array]:
+    """Returns `image_features`, and the vectors that early layers add to them."""
+    return (self.image_features(images),)
 
   def train_tower(self) -> None:
     """Makes the tower's parameters trainable, in place; new models freeze them.
