@@ -240,10 +240,9 @@ def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:
   used = int((segments != 0).sum())
   if not used:
     return f"row {row}: padding"
-  pieces = len(np.unique(segments[segments != 0]))
-  plural = "" if pieces == 1 else "s"
+  pieces = terminal.counted(len(np.unique(segments[segments != 0])), "segment")
   return (
-    f"row {row}: {pieces} segment{plural}, {used} tokens, {int(targets.sum())} "
+    f"row {row}: {pieces}, {terminal.counted(used, 'token')}, {int(targets.sum())} "
     f"trained, {len(segments) - used} padding"
   )
 

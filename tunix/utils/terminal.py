@@ -18,8 +18,15 @@ _CONTROL = re.compile(
 
 
 def counted(count: int, noun: str) -> str:
-  """Returns a number with its noun: 1 step, 2 steps."""
-  return f"{count} {noun}{'s' * (count != 1)}"
+  """Returns a number with its noun: 1 step, 2 steps, 1,000 batches.
+
+  Args:
+    count: the number.
+    noun: the noun for 1; words that follow `of` stay: "prompt of the teacher".
+  """
+  head, of, rest = noun.partition(" of ")
+  ending = "es" if head.endswith(("ch", "s", "x")) else "s"
+  return f"{count:,} {head}{ending * (count != 1)}{of}{rest}"
 
 
 def shown(text: str, stream: TextIO | None = None) -> str:

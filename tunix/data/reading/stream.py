@@ -176,10 +176,11 @@ def of_file(
 
   Raises:
     FileNotFoundError: the path is no regular file.
+    ValueError: the file is compressed, or text in UTF-16.
   """
   file = pathlib.Path(path).expanduser()
   label = str(file) if name is None else name
-  stored.check_file(file, label, "JSON lines")
+  stored.check_text_file(file, label, "JSON lines")
   return Part(label, functools.partial(_lines, file, label, kind))
 
 
