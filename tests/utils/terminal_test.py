@@ -19,3 +19,9 @@ def test_control_characters_are_escaped_for_a_terminal_only():
 
 def test_a_text_for_a_log_is_one_line():
   assert terminal.one_line("a\nstep 1: b\u2028c\x85 d\r") == "a step 1: b c d"
+
+
+def test_a_number_has_its_noun():
+  assert terminal.counted(1, "step") == "1 step"
+  assert terminal.counted(1000, "micro-batch") == "1,000 micro-batches"
+  assert terminal.counted(0, "pair of equal responses") == "0 pairs of equal responses"

@@ -9,9 +9,9 @@ import types
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tunix.data.reading import stream
 from tunix.data.reading.files import CsvRecords, JsonArrayRecords, open_file
 from tunix.data.reading.jsonl import JsonlRecords
-from tunix.data.reading import stream
 from tunix.data.reading.stored import HeldRecords, Renamed
 from tunix.data.records import SFT
 
@@ -67,7 +67,7 @@ def test_any_json_is_cut_where_its_entries_end(tmp_path_factory, values, ascii, 
     ("[]", "is empty; expected"),
     ('[{"text": "a"}', "the JSON array has no end"),
     ('[{"text": "a"}]\n[{"text": "b"}]', "text follows the JSON array"),
-    ('[{"text": "a"}, 7]', r"a\.json, record 1: found a int"),
+    ('[{"text": "a"}, 7]', r"a\.json, record 1: found an int"),
     (
       '[{"text": "a"}, {"text": }]',
       r"a\.json, record 1: invalid JSON .*, one object an entry",
@@ -112,7 +112,7 @@ def test_csv(tmp_path, suffix, separator):
   [
     (b"", "is empty; expected"),
     (b"prompt,response\n", "is empty; expected"),
-    (b"prompt,response\na\n", r"a\.csv:2: 1 cells, but the first line names 2 columns"),
+    (b"prompt,response\na\n", r"a\.csv:2: 1 cell, but the first line names 2 columns"),
     (b"prompt,response\na,\xff\n", r"a\.csv:2: the byte 0xff is no UTF-8"),
     (b"prompt,response\rq,a\r", r"a\.csv:1 is no CSV \(.*convert the line ends"),
     (b"a,text,a,\n,,,\n", r"a\.csv:1: the column 'a' is named twice; expected"),

@@ -17,7 +17,7 @@ from tunix.data.reading import jsonl, stored
 from tunix.data.reading.jsonl import JsonlRecords
 from tunix.data.reading.stored import FileRecords, HeldRecords, Records
 from tunix.data.records import SFT, Kind
-from tunix.utils import optional
+from tunix.utils import optional, terminal
 
 _log = logging.getLogger(__name__)
 
@@ -280,9 +280,11 @@ class CsvRecords(FileRecords):
     lines = io.StringIO(text, newline="\n")  # a cell may hold other ends of lines
     [row] = csv.reader(lines, delimiter=self._separator)
     if len(row) != len(self.columns):
+      cells = terminal.counted(len(row), "cell")
+      columns = terminal.counted(len(self.columns), "column")
       raise ValueError(
-        f"{self.where(index)}: {len(row)} cells, but the first line names "
-        f"{len(self.columns)} columns: {', '.join(self.columns)}"
+        f"{self.where(index)}: {cells}, but the first line names {columns}: "
+        f"{', '.join(self.columns)}"
       )
     return dict(zip(self.columns, row))
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from tunix.data.records import SFT, Kind, Record
+from tunix.utils import checks
 
-# First bytes of files that are no UTF-8 text -> what the file is, and how to convert it.
+# First bytes of files that are no UTF-8 text -> their format, and a conversion.
 _FIRST_BYTES = {
   b"\x1f\x8b": ("compressed by gzip", "gunzip -k FILE"),
   b"BZh9": ("compressed by bzip2", "bunzip2 -k FILE"),
@@ -249,7 +250,7 @@ class HeldRecords(Records):
     """
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
       raise TypeError(
-        f"{name} is a {type(items).__name__}; expected an object with a length and "
+        f"{name} is {checks.type_of(items)}; expected an object with a length and "
         "items (a list, a datasets.Dataset, a grain.MapDataset). Give one, or read it "
         "as a stream"
       )
@@ -328,9 +329,9 @@ def no_utf8(where: str, error: UnicodeDecodeError) -> ValueError:
     error: error of its decoding.
   """
   return ValueError(
-    f"{where}: the byte 0x{error.object[error.start]:02x} is no UTF-8; expected text in "
-    "UTF-8. Convert the file, for example from Latin-1 or Windows-1252 with `iconv -f "
-    "WINDOWS-1252 -t UTF-8 FILE > NEW`"
+    f"{where}: the byte 0x{error.object[error.start]:02x} is no UTF-8; expected text "
+    "in UTF-8. Convert the file, for example from Latin-1 or Windows-1252 with "
+    "`iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW`"
   )
 
 
