@@ -129,7 +129,7 @@ def test_init_sets_keys(tmp_path, capsys):
   assert not (tmp_path / "other.yaml").exists()
 
 
-@pytest.mark.parametrize("job", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("job", ["sft", "distill", "dpo", "orpo", "reward", "kto"])
 def test_init_writes_the_epochs_that_the_page_advises(job):
   page = (runs.ROOT / "docs" / "trainers" / f"{job}.md").read_text()
   [low, high] = re.findall(r"`data.num_epochs` \| (\d)(?: to (\d))?", page)[0]
