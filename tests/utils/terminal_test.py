@@ -13,6 +13,7 @@ def test_control_characters_are_escaped_for_a_terminal_only():
   safe = "a\tb\n\\x1b]0;title\\x07\\x9b2J\\x0d\\x7f ü\\u2028\\u202e"
   assert terminal.shown(text, Terminal()) == safe
   assert terminal.shown(text, io.StringIO()) == text
+  assert terminal.shown("a\ud800", io.StringIO()) == "a\\ud800"
   marked = "yes".join(terminal.COLOUR)
   assert terminal.shown(marked, Terminal()) == marked
 

@@ -35,8 +35,10 @@ def shown(text: str, stream: TextIO | None = None) -> str:
   Args:
     text: any text; the sequences of `COLOUR` stay.
     stream: stream that the text is for; None: standard output. A pipe or a file
-      receives the text unchanged.
+      receives the text unchanged, but for halves of surrogate pairs (`\ud800`), which
+      no stream takes.
   """
+  text = text.encode(errors="backslashreplace").decode()
   if not (stream or sys.stdout).isatty():
     return text
   return _CONTROL.sub(lambda match: match[1] or _escaped(match[0]), text)
