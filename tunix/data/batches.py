@@ -18,6 +18,7 @@ from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, Text
 from tunix.data.rows import SideBySide
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import checks
 
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]
@@ -253,7 +254,7 @@ def _split(
     other := [text for text in rest.values() if not isinstance(text, str)]
   ):
     raise ValueError(
-      f"{where}: the prompt is a text and a completion a {type(other[0]).__name__}; "
+      f"{where}: the prompt is a text and a completion {checks.type_of(other[0])}; "
       "make both texts, or the prompt a list of messages"
     )
   return start, list(rest.values())
@@ -266,7 +267,7 @@ def _text(text: object, where: str) -> Text:
     return turns
   if not isinstance(turns, list | tuple):
     raise ValueError(
-      f"{where} is a {type(text).__name__}, expected a text, a message or a list of "
+      f"{where} is {checks.type_of(text)}, expected a text, a message or a list of "
       "messages"
     )
   turns = list(turns)

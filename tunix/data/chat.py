@@ -334,7 +334,7 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered
   return row
 
 
-def _check_text(text: str) -> None:
+def check_unicode(text: str) -> None:
   """Refuses text with half of a surrogate pair: JSON allows it, UTF-8 does not."""
   try:
     text.encode()
@@ -363,7 +363,7 @@ def _tokenise(
   tokens: list[int] = []
   mask: list[int] = []
   for segment in segments:
-    _check_text(segment.text)
+    check_unicode(segment.text)
     encode = tokenizer.encode_continuation if tokens else tokenizer.encode
     ids = encode(segment.text)
     tokens += ids

@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix.data import fields, forms as foreign
+from tunix.utils import terminal
 
 Text = str | Sequence[Mapping[str, Any]]
 # Cells of CSV are text, and Python's csv module writes True and False.
@@ -85,7 +86,7 @@ class Kind:
     expected: description of its forms, for error messages.
     read: (record, place) -> Record; raises ValueError for a wrong record.
     completions: names of the completions of a record.
-    noun: plural noun for the records in reports.
+    noun: plural noun for the records in reports; `counted` puts a number before it.
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
     teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
@@ -99,6 +100,10 @@ class Kind:
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
   teacher_tokenizer: Any = None
+
+  def counted(self, count: int) -> str:
+    """Returns a number with the noun of the records: 1 pair, 2 pairs."""
+    return terminal.counted(count, self.noun.removesuffix("s"))
 
 
 def read_sft(record: Any, where: str, *, images: bool = True) -> Record:

@@ -31,6 +31,7 @@ from tunix.distillation.teachers import SelfTeacher, Teachers, TextTeacher
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone, calling
+from tunix.utils import terminal
 from tunix.utils.setting import known_values, named_values
 
 # Keys of the section -> arguments of the strategy.
@@ -288,9 +289,10 @@ def _batch(config: DistillRun) -> str:
   section = config.distill
   if config.is_on_policy:
     return (
-      f"{config.training.global_batch_size} prompts a step; in "
+      f"{terminal.counted(config.training.global_batch_size, 'prompt')} a step; in "
       f"{section.on_policy_fraction:.0%} of the steps the student writes, with at most "
-      f"{config.rollout.max_tokens_to_generate} tokens; taught by {_source(config)}"
+      f"{terminal.counted(config.rollout.max_tokens_to_generate, 'token')}; taught by "
+      f"{_source(config)}"
     )
   return f"{sft.rows(config)}, taught by {_source(config)}"
 
@@ -334,7 +336,11 @@ def _prompts(config: DistillRun, length: int) -> Prompts:
 DISTILL = Job(
   summary="distillation from a teacher",
   records=(SFT,),
-  first_values={"data.max_length": 1024, "distill.teacher": "my-teacher"},
+  first_values={
+    "data.max_length": 1024,
+    "data.num_epochs": 3,
+    "distill.teacher": "my-teacher",
+  },
   settings=DistillRun,
   check=check,
   data=_build_data,

@@ -22,6 +22,7 @@ from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.steps.module_state import ModuleState
+from tunix.utils import checks
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:
@@ -50,7 +51,7 @@ def checked_config(config: object, kind: type[CompletionsConfig]) -> Any:
   config = kind() if config is None else config
   if not isinstance(config, kind):
     raise TypeError(
-      f"training_config is a {type(config).__name__}; expected a {kind.__name__}"
+      f"training_config is {checks.type_of(config)}; expected a {kind.__name__}"
     )
   return config
 
