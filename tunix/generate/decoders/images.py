@@ -21,9 +21,9 @@ def soft_token(model: Any) -> int:
   token = calling.config_value(model, "soft_token")
   if token is None:
     raise ValueError(
-      f"a prompt has images and the model is a {type(model).__name__}; expected a model "
-      "with a vision tower. Load the model with images=True (docs/guides/images.md "
-      "lists the families), or leave the images out"
+      f"a prompt has images and the model is a {type(model).__name__}; expected a "
+      "model with a vision tower. Load the model with images=True "
+      "(docs/guides/images.md lists the families), or leave the images out"
     )
   return token
 

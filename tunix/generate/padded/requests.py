@@ -308,7 +308,7 @@ def check_prompt(
   vocab_size: int | None,
   among_images: bool = False,
 ) -> None:
-  """Refuses a prompt with ids outside the vocabulary, or with soft tokens that lack images.
+  """Refuses a prompt with ids outside the vocabulary, or with too few or many images.
 
   Args:
     model: the model.
