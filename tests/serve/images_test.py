@@ -24,7 +24,7 @@ from tunix.serve import server as server_lib
 from tunix.serve.app import make_app
 from tunix.serve.settings import ServeSettings
 
-SIZES = {"slots": 2, "max_tokens": 96, "page_tokens": 4, "prefill_tokens": 32}
+SIZES = {"slots": 2, "max_tokens": 128, "page_tokens": 4, "prefill_tokens": 32}
 
 
 def uri(data):
@@ -187,7 +187,7 @@ def test_what_is_refused(toy, served):
   assert "have at most 33554432 pixels together (--max_image_pixels)" in found
   assert "is damaged" in refusal(address, turn(uri(png(1)[:60])))
   assert "is no base64" in refusal(address, turn("data:image/png;base64,?"))
-  assert "the maximum context length" in refusal(address, turn(*[uri(png(1))] * 25))
+  assert "the maximum context length" in refusal(address, turn(*[uri(png(1))] * 33))
   found = refusal(address, turn(uri(png(1)), text="a <start_of_image>"))
   assert "for 1 images" in found
 
