@@ -20,6 +20,7 @@ from tunix.data import image_parts
 from tunix.data.turns.spans import Segment
 from tunix.models.images import opening
 from tunix.models.images.processor import Processor
+from tunix.models.images.prompt_images import PromptImages
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -160,6 +161,10 @@ class ImageReader:
       Segment(re.sub(mark, lambda _: next(texts), s.text), s.trained) for s in segments
     ]
 
+  def expand_text(self, pictures: Sequence[Picture], text: str) -> str:
+    """Replaces the placeholders of a rendered prompt, see `expand`."""
+    return self.expand(pictures, [Segment(text, False)])[0].text
+
   def check(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> None:
     """Refuses a row whose soft tokens are not those of its images.
 
@@ -184,6 +189,15 @@ class ImageReader:
     """Returns the argument `images` of the model for one row, see `Processor.row`."""
     pixels = [self.processor(picture.image) for picture in pictures]
     return self.processor.row(pixels, max_tokens)
+
+  def prompt(
+    self, pictures: Sequence[Picture], max_tokens: int | None = None
+  ) -> PromptImages | None:
+    """Returns the images of a prompt for a sampler, see `PromptImages.of`, or None."""
+    if not pictures:
+      return None
+    pixels = [self.processor(picture.image) for picture in pictures]
+    return PromptImages.of(self.processor, pixels, max_tokens)
 
 
 def _located(source: Any, folder: pathlib.Path | None) -> Any:
