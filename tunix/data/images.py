@@ -22,6 +22,7 @@ from tunix.data import image_parts
 from tunix.data.turns.spans import Segment
 from tunix.models.images import opening, pillow
 from tunix.models.images.processor import Processor
+from tunix.models.images.prompt_images import PromptImages
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -186,6 +187,15 @@ class ImageReader:
     """Returns the argument `images` of the model for one row, see `Processor.row`."""
     pixels = [self.processor(picture.image) for picture in pictures]
     return self.processor.row(pixels, max_tokens)
+
+  def prompt(
+    self, pictures: Sequence[Picture], max_tokens: int | None = None
+  ) -> PromptImages | None:
+    """Returns the images of a prompt for a sampler, see `PromptImages.of`, or None."""
+    if not pictures:
+      return None
+    pixels = [self.processor(picture.image) for picture in pictures]
+    return PromptImages.of(self.processor, pixels, max_tokens)
 
 
 def reference(source: Any, image: UInt8[np.ndarray, "Y X 3"], folder: Any) -> str:
