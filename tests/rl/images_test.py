@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,28 +18,32 @@ from tunix.data.questions import build_prompts
 from tunix.generate import scoring
 from tunix.models import lora
 from tunix.models.images.opening import open_image
-from tunix.rl import policy_loss
+from tunix.rl import common, policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
+from tunix.rl.pipeline import prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.prompts import images
-from tunix.rl.pipeline import prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
 from tunix.rl.utils import create_critic_model
+from tunix.sft import inference
+from tunix.sft.metrics_logger import Mode
 
 GROUP, NEW = 2, 4
 LENGTH = 80  # tokens of a prompt
+SHORT = 60  # of one with one image at most; the toys have 64 positions
 
 
-def questions(folder, count=4):
-  """Prompts with two, no or one images, and a column."""
+def questions(folder, most, count=4):
+  """Prompts with two, one or no images, at most `most`, and a column."""
   for number in range(4):
     toys.draw(folder / f"{number}.png", number)
   out = []
   for number in range(count):
-    sources = [str(folder / f"{(number + i) % 4}.png") for i in range((2 - number) % 3)]
+    drawn = range(min(most, (2 - number) % 3))
+    sources = [str(folder / f"{(number + i) % 4}.png") for i in drawn]
     question = toys.message(f"what is {number}?", *sources)
     out.append({"prompt": [question], "answer": str(number)})
   return out
@@ -48,9 +53,13 @@ class Setup:
   """A folder of a model, its reader and its prompts."""
 
   def __init__(self, name, path):
-    self.folder, self.tokenizer = toys.folder(name, path / "model"), toys.tokenizer(name)
+    self.folder, self.tokenizer = (
+      toys.folder(name, path / "model"),
+      toys.tokenizer(name),
+    )
     self.reader = ImageReader(self.folder, self.model().config)
-    self.records = questions(path / "pictures")
+    self.records = questions(path / "pictures", 2)
+    self.short = questions(path / "pictures", 1)
 
   def model(self):
     return toys.load(self.folder)
@@ -64,7 +73,7 @@ class Setup:
     return build_prompts(records or self.records, self.tokenizer, **options)
 
   def cluster(self, actor=None, **options):
-    rollout = {"max_prompt_length": LENGTH, "max_tokens_to_generate": NEW}
+    rollout = {"max_prompt_length": SHORT, "max_tokens_to_generate": NEW}
     models = {k: options.pop(k) for k in ("critic", "reference") if k in options}
     reader = options.pop("images", self.reader)
     if "critic" in models:
@@ -108,10 +117,14 @@ def example(setup, shared, seed=0) -> TrainExample:
   )
 
 
-def scores(model, given, **options):
+def scores(model, given, seen, **options):
   names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-  arrays = [getattr(given, name) for name in names]
-  return np.asarray(scoring.score_completions(model, *arrays, **options).logps)
+  rows = {name: getattr(given, name) for name in names} | {"images": seen}
+
+  def score(model, **rows):
+    return scoring.score_completions(model, **rows, **options).logps
+
+  return inference.run(model, score, rows, None, ())
 
 
 # Data.
@@ -183,7 +196,9 @@ def test_an_image_that_changed_is_noticed(smol, tmp_path):
   with pytest.raises(ValueError, match="image tokens"):
     images.read(smol.reader, prompt_batch(batch))
   path.unlink()
-  with pytest.raises(ValueError, match="prompt 0 of batch 0: image 1: there is no file"):
+  with pytest.raises(
+    ValueError, match="prompt 0 of batch 0: image 1: there is no file"
+  ):
     images.read(smol.reader, prompt_batch(batch))
   with pytest.raises(ValueError, match="give RLCluster images="):
     images.read(None, prompt_batch(batch))
@@ -194,19 +209,19 @@ def test_an_image_that_changed_is_noticed(smol, tmp_path):
 
 def test_rows_of_a_group_share_the_images_of_their_prompt(family):
   model, given = family.model(), example(family, shared=False)
-  whole = scores(model, given, images=given.images)
+  whole = scores(model, given, given.images)
   assert np.isfinite(whole).all() and np.abs(whole).max() > 1
   each = jax.tree.map(lambda x: np.repeat(x, GROUP, axis=0), given.images)
-  np.testing.assert_allclose(scores(model, given, images=each), whole, atol=1e-5)
-  tiled = scores(model, given, images=given.images, tile_rows=3)
+  np.testing.assert_allclose(scores(model, given, each), whole, atol=1e-5)
+  tiled = scores(model, given, given.images, tile_rows=3)
   np.testing.assert_allclose(tiled, whole, atol=1e-5)
   if images.can_share_prompts(model):
-    shared = scores(model, given, images=given.images, group_size=GROUP)
+    shared = scores(model, given, given.images, group_size=GROUP)
     np.testing.assert_allclose(shared, whole, atol=1e-5)
   # The pixels count, for each row those of its own prompt.
   other = jax.tree.map(np.copy, given.images)
   jax.tree.leaves(other)[0][1] *= -1
-  changed = np.abs(scores(model, given, images=other) - whole).max(1) > 1e-4
+  changed = np.abs(scores(model, given, other) - whole).max(1) > 1e-4
   assert changed.tolist() == [False, False, True, True, *[False] * 4]
 
 
@@ -256,24 +271,53 @@ def algorithm(**changes):
 def test_grpo_trains_on_images(smol):
   seen = []
   learner = GRPOLearner(
-    smol.cluster(max_steps=1, compute_logps_micro_batch_size=1),
+    smol.cluster(max_steps=2, compute_logps_micro_batch_size=1),
     GRPOConfig(**algorithm(beta=0.1, num_iterations=2)),
     looked_at(seen),
   )
-  learner.train(smol.prompts())
+  learner.train(smol.prompts(smol.short))
   [(given, answers)] = seen
   assert answers == ["0", "0", "1", "1", "2", "2", "3", "3"]
-  assert given[2] == given[3] == [str(smol.records[1]["prompt"][0]["content"][0]["image"])]
-  history = learner.rl_cluster.logger.get_metric_history("actor", "parity/abs_diff")
-  assert len(history) == 1 and history[0] < 0.05
+  assert (
+    given[2] == given[3] == [str(smol.short[1]["prompt"][0]["content"][0]["image"])]
+  )
+  logger = learner.rl_cluster.logger
+  history = logger.get_metric_history("actor", "parity/abs_diff", Mode.TRAIN)
+  assert len(history) == 2
   learner.close()
+
+
+@pytest.mark.parametrize("engine", ["vanilla", "padded"])
+def test_the_sampler_and_the_trainer_see_the_same(smol, engine):
+  cluster = smol.cluster(rollout_engine=engine)
+  batch = prompt_batch(next(iter(smol.prompts(smol.short))))
+  seen: Any = images.read(smol.reader, batch)
+  out = cluster.generate(batch.inputs, num_generations=GROUP, images=seen.prompts)
+  config = cluster.cluster_config.rollout(Mode.TRAIN)
+  rollouts = common.rollouts_of(
+    out, batch, config, group_size=GROUP, bucketed=False, images=seen.rows
+  )
+  # The sampler forbids image tokens, and shares their probability among the others.
+  soft = np.full((*rollouts.completion_ids.shape, 1), toys.SOFT)
+
+  def score(model, **rows):
+    found = scoring.score_completions(model, **rows, head_ids=soft)
+    return found.logps - jnp.log1p(-jnp.exp(found.head[..., 0]))
+
+  names = (*common.TOKEN_ARRAYS, "images")
+  rows = {name: getattr(rollouts, name) for name in names}
+  expected = inference.run(cluster.actor, score, rows, None, ())
+  mask = rollouts.completion_mask
+  found = rollouts.rollout_logps[mask]
+  np.testing.assert_allclose(found, expected[mask], atol=1e-5)
+  assert not (rollouts.completion_ids == toys.SOFT).any()
 
 
 def test_ppo_trains_on_images(smol):
   actor = smol.adapted()
   cluster = smol.cluster(actor, critic=create_critic_model(actor), max_steps=1)
   learner = PPOLearner(cluster, PPOConfig(beta=0.0), looked_at([]))
-  assert learner.train(smol.prompts()).steps == 1
+  assert learner.train(smol.prompts(smol.short)).steps == 1
   learner.close()
 
 
@@ -305,7 +349,7 @@ def seen(prompts, completions, images, answer):
 
 @pytest.fixture
 def command(smol, tmp_path):
-  lines = [json.dumps(record) for record in smol.records]
+  lines = [json.dumps(record) for record in smol.short]
   (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
   (tmp_path / "seen.py").write_text(REWARD)
 
@@ -316,7 +360,7 @@ def command(smol, tmp_path):
       "data__train": tmp_path / "data.jsonl",
       "reward__functions": f"{tmp_path}/seen.py:seen",
       "lora__rank": 2,
-      "rollout__max_prompt_length": LENGTH,
+      "rollout__max_prompt_length": SHORT,
       "rollout__max_tokens_to_generate": NEW,
       "training__global_batch_size": 4,
       "rl__train_micro_batch_size": 2,
@@ -334,7 +378,7 @@ def command(smol, tmp_path):
 def test_the_command_trains_and_resumes_exactly(command, tmp_path, capsys):
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   assert command(output_dir=whole, training__max_steps=3) == 0
-  assert "the most images have 24" in capsys.readouterr().out
+  assert "the most images have 12" in capsys.readouterr().out
   for steps in (1, 3):
     assert command(output_dir=parts, training__max_steps=steps) == 0
   for name in ("export/adapter_model.safetensors", "logs/metrics.jsonl"):

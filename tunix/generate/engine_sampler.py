@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tunix.generate import outputs, sampler
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.decoders import decoders, layout
+from tunix.generate.decoders import decoders, images as images_lib, layout
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
@@ -304,6 +304,8 @@ class EngineSampler(BaseSampler):
   def _requests(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> list[EngineRequest]:
+    # In all rows of the call, as the padded sampler does.
+    options = images_lib.forbidding(self.transformer, options)
     seed = options.seed
     if options.temperature > 0:
       seed = batching.random_key(seed)

@@ -48,7 +48,7 @@ def run(
 
 
 def take(arrays: Any, index: np.ndarray, total: int) -> Any:
-  """Returns the elements of some rows of arrays, whose elements adjacent rows may share.
+  """Returns the elements of some rows of arrays; adjacent rows may share an element.
 
   Args:
     arrays: a pytree of arrays of `total` elements, or of a divisor.
