@@ -53,10 +53,8 @@ class Setup:
   """A folder of a model, its reader and its prompts."""
 
   def __init__(self, name, path):
-    self.folder, self.tokenizer = (
-      toys.folder(name, path / "model"),
-      toys.tokenizer(name),
-    )
+    self.folder = toys.folder(name, path / "model")
+    self.tokenizer = toys.tokenizer(name)
     self.reader = ImageReader(self.folder, self.model().config)
     self.records = questions(path / "pictures", 2)
     self.short = questions(path / "pictures", 1)
@@ -196,9 +194,7 @@ def test_an_image_that_changed_is_noticed(smol, tmp_path):
   with pytest.raises(ValueError, match="image tokens"):
     images.read(smol.reader, prompt_batch(batch))
   path.unlink()
-  with pytest.raises(
-    ValueError, match="prompt 0 of batch 0: image 1: there is no file"
-  ):
+  with pytest.raises(ValueError, match="prompt 0 of batch 0: image 1: there is no"):
     images.read(smol.reader, prompt_batch(batch))
   with pytest.raises(ValueError, match="give RLCluster images="):
     images.read(None, prompt_batch(batch))
@@ -347,18 +343,19 @@ def seen(prompts, completions, images, answer):
 """
 
 
-@pytest.fixture
-def command(smol, tmp_path):
+@pytest.fixture(scope="module")
+def command(smol, tmp_path_factory):
+  files = tmp_path_factory.mktemp("files")
   lines = [json.dumps(record) for record in smol.short]
-  (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-  (tmp_path / "seen.py").write_text(REWARD)
+  (files / "data.jsonl").write_text("\n".join(lines) + "\n")
+  (files / "seen.py").write_text(REWARD)
 
   def run(**keys):
     keys = {
       "job": "grpo",
       "model__path": smol.folder,
-      "data__train": tmp_path / "data.jsonl",
-      "reward__functions": f"{tmp_path}/seen.py:seen",
+      "data__train": files / "data.jsonl",
+      "reward__functions": f"{files}/seen.py:seen",
       "lora__rank": 2,
       "rollout__max_prompt_length": SHORT,
       "rollout__max_tokens_to_generate": NEW,

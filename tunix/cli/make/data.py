@@ -24,6 +24,7 @@ from tunix.cli.settings.data import RowSettings, StreamSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import pipeline
 from tunix.data.batching.prompts import PromptBatches, with_equal_room
+from tunix.data.images import ImageReader
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import Records
 from tunix.data.reading.stream import Streamed
@@ -126,6 +127,7 @@ class RunData:
   fingerprints: dict[str, str]
   num_steps: int | None
   widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
+  images: ImageReader | None = None
 
 
 def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
