@@ -33,7 +33,9 @@ def toy(request, tmp_path_factory):
   reader = ImageReader(folder, model.config)
   prompts, images = [], []
   for number, seeds in enumerate(PICTURES):
-    levels = [np.random.default_rng(s).integers(0, 256, (20, 40, 3), np.uint8) for s in seeds]
+    levels = [
+      np.random.default_rng(s).integers(0, 256, (20, 40, 3), np.uint8) for s in seeds
+    ]
     pictures = reader.open(levels, None, "a test")
     mark = reader.processor.PLACEHOLDER
     [segment] = reader.expand(
@@ -107,7 +109,8 @@ def test_the_engine_sampler_equals_the_padded_one(toy):
   model, tokenizer, prompts, images = toy
   options = {"images": images, "temperature": 1.0, "seed": 1, "return_logprobs": True}
   one, two = (
-    kind(model, tokenizer)(prompts, STEPS, **options) for kind in (Sampler, EngineSampler)
+    kind(model, tokenizer)(prompts, STEPS, **options)
+    for kind in (Sampler, EngineSampler)
   )
   for a, b in zip(one.tokens, two.tokens):
     np.testing.assert_array_equal(a, b)

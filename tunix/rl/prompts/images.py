@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN
 from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.pipeline import PromptBatch
-from tunix.rl.rollout import vanilla_rollout
+from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout
 from tunix.sft.metrics_logger import Mode
 
 
@@ -35,7 +36,7 @@ def read(reader: ImageReader | None, batch: PromptBatch) -> Seen | None:
 
   Args:
     reader: the reader of the cluster.
-    batch: prompts of `tunix.data.pipeline.build_prompts`, or of the command.
+    batch: prompts of `tunix.data.questions.build_prompts`, or of the command.
 
   Raises:
     ValueError: there is no reader; or an image is missing or damaged, or has another
@@ -48,12 +49,16 @@ def read(reader: ImageReader | None, batch: PromptBatch) -> Seen | None:
       "the prompts have images and the cluster has no reader: give RLCluster images=, "
       "an ImageReader"
     )
-  prompts = []
-  for number, sources in enumerate(batch.columns[IMAGES_COLUMN]):
+
+  def one(number: int) -> PromptImages | None:
     where = f"prompt {number} of batch {batch.number}"
-    pictures = reader.open(sources, None, where)
+    pictures = reader.open(batch.columns[IMAGES_COLUMN][number], None, where)
     reader.check(np.asarray(batch.inputs[number]), pictures)
-    prompts.append(reader.prompt(pictures, max(rooms)))
+    return reader.prompt(pictures, max(rooms))
+
+  # Pillow and NumPy let other threads run.
+  with futures.ThreadPoolExecutor() as pool:
+    prompts = list(pool.map(one, range(len(rooms))))
   blank = reader.row((), max(rooms))
   rows = [blank if prompt is None else prompt.pixels for prompt in prompts]
   return Seen(prompts, jax.tree.map(lambda *x: np.stack(x), *rows))
@@ -70,22 +75,21 @@ def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
   Raises:
     ValueError: a setting cannot be combined with images, or a model reads text alone.
   """
-  training = cluster.cluster_config.training_config
-  engine = cluster.rollout
-  refused = {
-    "env is set": has_env and "leave env out",
-    "the algorithm is SDPO, whose teacher reads texts": reads_hints
-    and "use another algorithm",
-    f"schedule is {training.schedule!r}": training.schedule != "sync"
-    and "set schedule to sync",
-    f"rollout_engine is {type(engine).__name__}": type(engine)
-    not in (vanilla_rollout.VanillaRollout, vanilla_rollout.PaddedRollout)
-    and 'set rollout_engine to "vanilla"',
-    "replay_routes is True": cluster.cluster_config.rollout(Mode.TRAIN).replay_routes
-    and "set replay_routes to False",
-  }
-  for what, remedy in refused.items():
-    if remedy:
+  schedule = cluster.cluster_config.training_config.schedule
+  engine, ours = type(cluster.rollout), (VanillaRollout, PaddedRollout)
+  replays = cluster.cluster_config.rollout(Mode.TRAIN).replay_routes
+  for is_set, what, remedy in (
+    (has_env, "env is set", "leave env out"),
+    (reads_hints, "the algorithm is SDPO", "use another algorithm"),
+    (schedule != "sync", f"schedule is {schedule!r}", "set schedule to sync"),
+    (
+      engine not in ours,
+      f"rollout_engine is {engine.__name__}",
+      'set rollout_engine to "vanilla" or "padded"',
+    ),
+    (replays, "replay_routes is True", "set replay_routes to False"),
+  ):
+    if is_set:
       raise ValueError(
         f"{what} and prompts have images, which is not combined yet: {remedy}, or "
         "leave the images out"
