@@ -40,7 +40,8 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   changed: dict[str, Any] = {}
   for name, column in record.items():
     value: Any = column
-    if name == "prompt" and isinstance(value, str) and given and _MARK in value:
+    is_prompt = name in ("prompt", "prompts")
+    if is_prompt and isinstance(value, str) and given and _MARK in value:
       value = [{"role": "user", "content": value}]
     if _has_messages(value):
       turns: list[Any] = list(value)
@@ -58,6 +59,17 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   for part, image in zip(waiting, given, strict=True):
     part["image"] = image
   return changed
+
+
+def has_places(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+  """Returns True if a text or messages have an image or a placeholder of one."""
+  if isinstance(prompt, str):
+    return _MARK in prompt
+  contents = [turn.get("content") or "" for turn in prompt if isinstance(turn, Mapping)]
+  return any(
+    _MARK in content if isinstance(content, str) else any(map(_is_image, content))
+    for content in contents
+  )
 
 
 def parts(message: Mapping[str, Any]) -> Iterator[Part]:
@@ -131,8 +143,12 @@ def _with_parts(turn: Mapping[str, Any], splits: bool) -> dict[str, Any]:
   return {**turn, "content": new}
 
 
+def _is_image(part: Any) -> bool:
+  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
 def _part(part: Any) -> Any:
-  if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
+  if not _is_image(part):
     return part
   image = part.get("image_url")
   if isinstance(image, Mapping):

@@ -24,7 +24,7 @@ system or user turn is a whole conversation, which repeats the prompt. A pair ma
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
 context for the model and is not trained. In records of SFT, messages that are not the
-assistant's may hold images, see `tunix.data.image_parts`.
+assistant's may hold images, see `tunix.data.image_parts`. So may prompts with columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.data import fields, forms as foreign
+from tunix.data import fields, forms as foreign, image_parts
 from tunix.utils import terminal
 
 Text = str | Sequence[Mapping[str, Any]]
@@ -47,6 +47,10 @@ PROMPT_COLUMN = "prompts"
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # Column with prompts before a chat template, where "prompts" has rendered texts.
 RAW_PROMPT_COLUMN = "raw_prompts"
+# Columns of prompts with images: a list of paths and data URIs, and the number of image
+# tokens that every prompt of a run has room for.
+IMAGES_COLUMN = "images"
+IMAGE_TOKENS_COLUMN = "prompt_image_tokens"
 # Roles of the first turn of a whole conversation.
 _FIRST_ROLES = ("system", "developer", "user")
 # Reward functions receive the completions under these names.
@@ -55,6 +59,7 @@ _RESERVED_COLUMNS = {
   "completions",
   PROMPT_IDS_COLUMN,
   RAW_PROMPT_COLUMN,
+  IMAGE_TOKENS_COLUMN,
 }
 
 
@@ -216,21 +221,25 @@ def read_prompt(record: Any, where: str) -> Record:
 def read_prompt_row(record: Any, where: str) -> Record:
   """Reads a prompt with its columns for reward functions; `extra` has the columns.
 
-  The prompt may be named "prompt" or "prompts". "tools" is a plain column.
+  The prompt may be named "prompt" or "prompts". "tools" is a plain column, and so are
+  "image" and "images" if the prompt has no placeholder of an image.
 
   Raises:
-    ValueError: the prompt is missing, empty or of the wrong type, or a column has a
-      reserved name; begins with `where`.
+    ValueError: the prompt is missing, empty or of the wrong type, a column has a
+      reserved name, or the numbers of placeholders and images differ; begins with
+      `where`.
   """
   record = foreign.convert(record, where)
   prompts = ("prompt", PROMPT_COLUMN)
   form = _only_field(record, prompts, where, PROMPT_ROWS.expected)
+  if image_parts.has_places(record[form]):
+    record = image_parts.gathered(record, where)
   if reserved := sorted(record.keys() & _RESERVED_COLUMNS):
     raise ValueError(
       f"{where}: the column {reserved[-1]!r} has a reserved name, which stands for "
       "completions or for the tokens of prompts; rename it"
     )
-  fields.check_text(record, form, where)
+  fields.check_text(record, form, where, images=True)
   if not record[form]:
     raise ValueError(f'{where}: "{form}" is empty; {PROMPT_ROWS.expected}')
   # Null under the other name of the prompt is no column.

@@ -15,6 +15,8 @@ from tunix.data.chat import Rendered
 from tunix.data.reading.mixture import describe
 from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
+  IMAGE_TOKENS_COLUMN,
+  IMAGES_COLUMN,
   KINDS,
   PAIRS,
   PROMPT_COLUMN,
@@ -229,7 +231,9 @@ def scan(
   )
   if source.kind is not PROMPT_ROWS:
     return Report(**fields)
-  ours = (PROMPT_COLUMN, PROMPT_IDS_COLUMN)
+  ours = {PROMPT_COLUMN, PROMPT_IDS_COLUMN, IMAGE_TOKENS_COLUMN}
+  if source.images is not None and IMAGE_TOKENS not in longest:
+    ours.add(IMAGES_COLUMN)  # no prompt has an image
   columns = tuple(name for name in extra or () if name not in ours)
   return PromptReport(**fields, columns=columns)
 

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from tunix.data import render
 from tunix.data.batching.prompts import PromptText
 from tunix.data.chat import Rendered
@@ -52,9 +54,11 @@ class Source:
       reasoning off: "error", "strip" (trains the answer alone) or "keep". If "strip"
       leaves nothing of an answer, it is an empty completion, and a record of
       fine-tuning is left out.
-    images: reads the images of fine-tuning records; None refuses records with images.
+    images: reads the images of records of SFT and PROMPT_ROWS; None refuses records
+      with images.
     image_tokens: largest number of image tokens of a row, which decides how many pixels
       each row has. 0: rows have no field `images`. None: as many as a row has tokens.
+      For records of SFT; prompts keep paths and data URIs.
   """
 
   records: Sequence[Mapping[str, Any]] | Streamed
@@ -80,10 +84,10 @@ class Source:
         f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
         f"{self.kind.name!r}"
       )
-    if self.images is not None and self.kind is not SFT:
+    if self.images is not None and self.kind not in (SFT, PROMPT_ROWS):
       raise ValueError(
         f"images is set and the records are of the kind {self.kind.name!r}; expected "
-        "records of fine-tuning. Leave images out"
+        "records of fine-tuning, or prompts with columns. Leave images out"
       )
     if not isinstance(self.records, Streamed) and not len(self.records):
       raise ValueError("records is empty; give at least one record")
@@ -99,7 +103,8 @@ class Source:
   @property
   def has_images(self) -> bool:
     """True if rows have the field `images`."""
-    return self.images is not None and self.image_tokens != 0
+    is_rows = self.kind is not PROMPT_ROWS
+    return self.images is not None and is_rows and self.image_tokens != 0
 
   @property
   def pad_id(self) -> int:
@@ -145,7 +150,8 @@ class Source:
       fitted = self.layout.fit(rendered, self.overlong, self.tokenizer.bos_id())
       if self.images is not None and fitted is not None:
         if rendered.pictures or self.has_images:
-          self.images.check(fitted.tokens, rendered.pictures)
+          tokens = np.concatenate([fitted.prompt, *fitted.completions])
+          self.images.check(tokens, rendered.pictures)
         if fitted is not rendered:
           fitted = fitted._replace(pictures=rendered.pictures)
       return fitted
@@ -205,7 +211,7 @@ class Source:
           f"is {limit}; expected at most as many. Raise image_tokens"
         )
       return {**element, "images": self.images.row(fitted.pictures, limit)}
-    if fitted.pictures:
+    if fitted.pictures and self.kind is not PROMPT_ROWS:
       raise ValueError(
         f"{self.where(index)}: the record has images, and the records that were "
         "scanned at the start have none; expected images in them too, because all rows "

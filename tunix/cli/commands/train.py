@@ -179,6 +179,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
       rollout_mesh=prepared.rollout_mesh,
       output_dir=folder.path if keeps else None,
       learning_rate=prepared.learning_rate,
+      images=prepared.data.images,
     )
     # Not around the training, whose errors are also those of the user's functions.
     with keys.naming(config):

@@ -77,6 +77,7 @@ def build_learner(run: Loaded) -> RLLearner:
   cluster = RLCluster(
     actor=run.model,
     tokenizer=run.tokenizer,
+    images=run.images,
     cluster_config=ClusterConfig(
       role_to_mesh=_meshes(run),
       rollout_engine=config.rollout.engine,
@@ -175,13 +176,13 @@ def _critic(run: Loaded) -> Transformer:
   path = config.rl.critic
   if path is None or path == "actor":
     return create_critic_model(run.model, config.seed, share=True)
-  dtypes = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
-  return _scorer(run, path, **dtypes)
+  options = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
+  return _scorer(run, path, images=config.model.images, **options)
 
 
-def _scorer(run: Loaded, path: str, **dtypes: object) -> Any:
+def _scorer(run: Loaded, path: str, **options: Any) -> Any:
   """Loads a critic or reward model: one score for each position."""
-  return run.models.load(path, num_scores=1, **dtypes)
+  return run.models.load(path, num_scores=1, **options)
 
 
 def _batch(config: RLRun) -> str:

@@ -192,7 +192,8 @@ class ModelLoader:
       FileNotFoundError, ValueError: as for `AutoModel`.
     """
     if path is not None:
-      return self.load(path, dtype=self.config.model.dtype)
+      source = self.config.model
+      return self.load(path, dtype=source.dtype, images=source.images)
     source = self.config.model.path
     if objects.is_name(source) and lora.config_of(objects.get(source)):
       return nnx.clone(objects.get(source))  # its adapters are part of the policy
@@ -203,11 +204,14 @@ class ModelLoader:
     model = self.model()
     return nnx.clone(model) if objects.is_name(source) else model
 
-  def load(self, path: str, **options: Any) -> Transformer:
+  def load(
+    self, path: str, *, images: bool | None = None, **options: Any
+  ) -> Transformer:
     """Loads a further model: a reference, a teacher, a critic or a reward model.
 
     Args:
       path: folder or hub id.
+      images: see `AutoModel.from_pretrained`.
       **options: options of AutoModel.
 
     Raises:
@@ -216,9 +220,9 @@ class ModelLoader:
     if objects.is_name(path):
       return objects.get(path)
     if not self.of_shapes:
-      return AutoModel.from_pretrained(path, self.mesh, **options)
+      return AutoModel.from_pretrained(path, self.mesh, images=images, **options)
     assert self.mesh is not None
-    sizes = _with_options(automodel.sizes_of(path), options)
+    sizes = _with_options(automodel.sizes_of(path, images=images), options)
     return automodel.of_shapes(sizes, self.mesh)
 
   def _check_object(self) -> None:

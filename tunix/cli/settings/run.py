@@ -43,7 +43,7 @@ class ModelSettings:
     args: fields of the preset to change: {num_layers: 4, embed_dim: 256, ...}.
     images: true loads the vision tower of a folder that has one, false leaves it out;
       null: as `AutoModel` does, with the tower for Gemma 3 and SmolVLM. The tower is
-      frozen. The job sft then reads records with images.
+      frozen. The jobs sft, grpo and ppo then read images.
     dtype: dtype of the computation; null: the checkpoint's.
     param_dtype: dtype of the weights, and so of the optimizer's moments. null: float32
       when the whole model is trained, because bfloat16 rounds most updates to nothing;

@@ -107,14 +107,16 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
       f"{terminal.counted(parts, 'micro-batch')}. Make the rows a multiple of "
       "gradient_accumulation_steps."
     )
-  size = rows // parts
 
-  def cut(i):
-    return jax.tree.map(
-      lambda x: x[i * size : (i + 1) * size] if tree.has_axes(x) else x, batch
-    )
+  # An array may have one element for several adjacent rows: images of a group.
+  def cut(x, i):
+    size = len(x) // parts
+    return x[i * size : (i + 1) * size]
 
-  return [batch] if parts == 1 else [cut(i) for i in range(parts)]
+  def part(i):
+    return jax.tree.map(lambda x: cut(x, i) if tree.has_axes(x) else x, batch)
+
+  return [batch] if parts == 1 else [part(i) for i in range(parts)]
 
 
 def cut(batch: object, parts: int) -> list[Any]:
