@@ -23,8 +23,9 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained. In records of SFT, messages that are not the
-assistant's may hold images, see `tunix.data.image_parts`.
+context for the model and is not trained. In records of SFT, PAIRS and LABELLED,
+messages of the prompt that are not the assistant's may hold images, see
+`tunix.data.image_parts`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.data import fields, forms as foreign
+from tunix.data import fields, forms as foreign, image_parts
 
 Text = str | Sequence[Mapping[str, Any]]
 # Cells of CSV are text, and Python's csv module writes True and False.
@@ -89,6 +90,7 @@ class Kind:
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
     teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
+    has_images: True if prompts may hold images.
   """
 
   name: str
@@ -99,6 +101,7 @@ class Kind:
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
   teacher_tokenizer: Any = None
+  has_images: bool = False
 
 
 def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
@@ -284,9 +287,15 @@ def _read_completions(
   fields.check_tools(record, where)
   for name in (*kind.completions, "prompt"):
     if name in record:
-      fields.check_text(record, name, where)
+      fields.check_text(record, name, where, images=kind.has_images)
   completions = {name: record[name] for name in kind.completions}
   prompt, completions = split(record.get("prompt"), completions, where)
+  for name, completion in completions.items():
+    if image_parts.sources(completion):
+      raise ValueError(
+        f'{where}: "{name}" holds an image after the prompt; expected images in the '
+        "prompt alone, which is what all completions share. Move it, or drop the record"
+      )
   fields.check_one_form(completions, where)
   return record, Record(kind.name, prompt, completions, {}, record.get("tools"))
 
@@ -373,6 +382,7 @@ SFT = Kind(
   ),
   read=read_sft,
   forms=foreign.FINE_TUNING,
+  has_images=True,
 )
 PAIRS = Kind(
   name="pair",
@@ -384,6 +394,7 @@ PAIRS = Kind(
   completions=("chosen", "rejected"),
   noun="pairs",
   forms=foreign.PAIRS,
+  has_images=True,
 )
 LABELLED = Kind(
   name="labelled",
@@ -391,6 +402,7 @@ LABELLED = Kind(
   read=read_labelled,
   noun="completions",
   forms=foreign.LABELLED,
+  has_images=True,
 )
 ANSWERED = Kind(
   name="answered",
