@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import optimizers, toys_images
+from tests import drills, optimizers, toys_images
 from tests.cli import runs
 from tests.sft import images_test, trainers
 from tunix.data import records
@@ -23,8 +23,8 @@ from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
 
 
-def batches(folder, name, config, kind=records.PAIRS, image_tokens=24):
-  """Batches of four records with images."""
+def batches(folder, name, config, kind=records.PAIRS, image_tokens=24, size=4):
+  """Batches of records with images."""
   file = toys_images.write_records(folder, kind=kind.name)
   source = Source(
     records=open_file(file, kind),
@@ -34,7 +34,7 @@ def batches(folder, name, config, kind=records.PAIRS, image_tokens=24):
     images=ImageReader(folder / "model", config),
     image_tokens=image_tokens,
   )
-  return list(build_batches(source, batch_size=4, shuffle=False))
+  return list(build_batches(source, batch_size=size, shuffle=False))
 
 
 @pytest.fixture(scope="module", params=toys_images.NAMES)
@@ -107,6 +107,25 @@ def test_a_global_batch_gives_one_update_however_it_is_cut(kind, tmp_path):
   assert any(path.endswith("lora_a") for path in moved)
   for path, leaf in one.items():
     np.testing.assert_allclose(many[path], leaf, rtol=0, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", toys_images.NAMES)
+def test_eight_devices_give_the_gradient_of_one(name, shared, tmp_path, mesh_fsdp8):
+  folder = toys_images.folder(name, tmp_path / "model")
+  config = toys_images.load(folder).config
+  [batch] = batches(tmp_path, name, config, size=8)
+
+  def gradients():
+    options = DPOTrainingConfig(shared_prompt=shared)
+    policy = shaken(toys_images.load(folder))
+    trainer = DPOTrainer(policy, optimizer=optimizers.sgd(1.0), training_config=options)
+    return drills.gradients(trainer, [batch])
+
+  want = gradients()
+  with jax.set_mesh(mesh_fsdp8):
+    drills.assert_same_gradients(gradients(), want)
 
 
 def test_stored_log_probabilities_are_found_by_their_images(tmp_path):
