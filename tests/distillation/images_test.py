@@ -64,7 +64,7 @@ def test_a_cut_batch_with_a_cache_gives_the_update_of_a_whole_one(prepared, tmp_
   assert wide["images"][0].shape[1] > batch["images"][0].shape[1]
   read.look_up(wide)
   values, grid = batch["images"]
-  with pytest.raises(ValueError, match="2 of 4 rows are not in the cache"):
+  with pytest.raises(ValueError, match="3 of 4 rows are not in the cache"):
     read.look_up({**batch, "images": (-values, grid)})
 
 
