@@ -162,7 +162,7 @@ def opened(
   if images is None:
     raise ValueError(
       f"{where}: the record has an image, and only text is read here; expected a model "
-      "with a vision tower in the job sft, grpo or ppo (model.images=true; in Python "
+      "with a vision tower in a job that reads images (model.images=true; in Python "
       "images=ImageReader(folder, model.config)). Or leave out the image"
     )
   pictures = images.open(sources, folder, where)

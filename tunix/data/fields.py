@@ -158,8 +158,8 @@ def _check_message(message: object, where: str, images: bool) -> None:
     _check_parts(content, role, f'{where}: "content"')
   elif not isinstance(content, str) and not calls_tools:
     raise ValueError(
-      f'{where}: "content" is {_type_name(content)}, expected a string. Parts with '
-      "images are read by the job sft alone"
+      f'{where}: "content" is {_type_name(content)}, expected a string. Only '
+      "records of jobs that read images may have parts, see docs/guides/images.md"
     )
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):

@@ -136,15 +136,19 @@ def completion_logps(
 
   Args:
     model: the policy or the reference.
-    rows: ids and masks of B prompts and of each completion; or the columns of pairs
-      that share rows, see `buckets.batch_pairs`.
+    rows: ids and masks of B prompts and of each completion, with the prompts' `images`
+      if they have some; or the columns of pairs that share rows, see
+      `buckets.batch_pairs`.
     names: names of the N completions of a prompt.
     shared: compute each prompt once for all of its completions.
   """
   if "sequence" in rows:
     return _sequence_logps(model, rows)
   scores = scoring.score_completions(
-    model, *completion_rows(rows, names), group_size=len(names) if shared else 1
+    model,
+    *completion_rows(rows, names),
+    group_size=len(names) if shared else 1,
+    **calling.images_of(model, rows),
   )
   return jnp.sum(scores.logps, axis=1).reshape(-1, len(names))
 
