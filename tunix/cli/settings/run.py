@@ -43,7 +43,8 @@ class ModelSettings:
     args: fields of the preset to change: {num_layers: 4, embed_dim: 256, ...}.
     images: true loads the vision tower of a folder that has one, false leaves it out;
       null: as `AutoModel` does, with the tower for Gemma 3 and SmolVLM. The tower is
-      frozen. The jobs sft, dpo, orpo, reward, kto, distill, grpo and ppo then read images.
+      frozen. The jobs sft, dpo, orpo, reward, kto, distill, grpo and ppo then read
+      images.
     train_tower: true trains the vision tower too when the whole model is trained.
     dtype: dtype of the computation; null: the checkpoint's.
     param_dtype: dtype of the weights, and so of the optimizer's moments. null: float32
