@@ -5,8 +5,10 @@ An image is decoded in the input pipeline each time its record is drawn, and nev
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
+import io
 import os
 import pathlib
 import re
@@ -18,8 +20,9 @@ from jaxtyping import UInt8
 
 from tunix.data import image_parts
 from tunix.data.turns.spans import Segment
-from tunix.models.images import opening
+from tunix.models.images import opening, pillow
 from tunix.models.images.processor import Processor
+from tunix.models.images.prompt_images import PromptImages
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -160,6 +163,10 @@ class ImageReader:
       Segment(re.sub(mark, lambda _: next(texts), s.text), s.trained) for s in segments
     ]
 
+  def expand_text(self, pictures: Sequence[Picture], text: str) -> str:
+    """Replaces the placeholders of a rendered prompt, see `expand`."""
+    return self.expand(pictures, [Segment(text, False)])[0].text
+
   def check(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> None:
     """Refuses a row whose soft tokens are not those of its images.
 
@@ -177,13 +184,42 @@ class ImageReader:
         f"the row has {found} image tokens (id {self.soft_token}), and its "
         f"{len(pictures)} images need {expected}; expected equal numbers. Use the "
         "model's own tokenizer, leave texts of image tokens out, and do not cut rows "
-        "with images (raise max_length, or set overlong to 'drop')"
+        "within images (raise the largest length, or set overlong to 'drop')"
       )
 
   def row(self, pictures: Sequence[Picture], max_tokens: int) -> Any:
     """Returns the argument `images` of the model for one row, see `Processor.row`."""
     pixels = [self.processor(picture.image) for picture in pictures]
     return self.processor.row(pixels, max_tokens)
+
+  def prompt(
+    self, pictures: Sequence[Picture], max_tokens: int | None = None
+  ) -> PromptImages | None:
+    """Returns the images of a prompt for a sampler, see `PromptImages.of`, or None."""
+    if not pictures:
+      return None
+    pixels = [self.processor(picture.image) for picture in pictures]
+    return PromptImages.of(self.processor, pixels, max_tokens)
+
+
+def reference(source: Any, image: UInt8[np.ndarray, "Y X 3"], folder: Any) -> str:
+  """Returns an image as text, which JSON can hold: an absolute path or a data URI.
+
+  Args:
+    source: the image of a record.
+    image: its pixels, which are written as PNG if the source is no file.
+    folder: see `ImageReader.open`.
+  """
+  source = _located(source, folder)
+  if isinstance(source, str) and re.match("data:", source, re.I):
+    return source
+  if isinstance(source, str | os.PathLike):
+    return os.path.abspath(source)
+  if not isinstance(source, bytes):
+    file = io.BytesIO()
+    pillow.module("Image").fromarray(image).save(file, "PNG")
+    source = file.getvalue()
+  return f"data:;base64,{base64.b64encode(source).decode()}"
 
 
 def _located(source: Any, folder: pathlib.Path | None) -> Any:

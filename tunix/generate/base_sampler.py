@@ -12,6 +12,7 @@ import numpy as np
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import adapted
+from tunix.models.images.prompt_images import PromptImages
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -97,6 +98,7 @@ class BaseSampler:
     exact: bool = False,
     return_routes: bool = False,
     first_prompt: int = 0,
+    images: Sequence[PromptImages | None] | None = None,
     engine_options: Mapping[str, Any] | None = None,
   ) -> SamplerOutput:
     """Completes prompts. `docs/guides/sampling.md` has the rules in full.
@@ -141,6 +143,9 @@ class BaseSampler:
         `SamplerOutput.routes`.
       first_prompt: number of the first prompt. With it, a batch that is sampled in
         several calls gets the same tokens as in one call.
+      images: the images of each prompt, or None for one without. The prompts hold their
+        soft tokens, see docs/guides/images.md. With images, the soft token is also
+        forbidden.
       engine_options: further fields of an engine's requests, by the engine's names.
 
     Raises:
@@ -151,7 +156,11 @@ class BaseSampler:
         sampler holds.
     """
     # Every parameter but the prompts is an option of the same name.
-    arguments: dict[str, Any] = {**locals(), "engine_options": engine_options or {}}
+    arguments: dict[str, Any] = {
+      **locals(),
+      "images": images or (),
+      "engine_options": engine_options or {},
+    }
     names = [field.name for field in dataclasses.fields(SamplingOptions)]
     options = SamplingOptions(**{name: arguments[name] for name in names})
     return self._sample(self._token_ids(input_strings, options), options)

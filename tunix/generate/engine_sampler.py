@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tunix.generate import outputs, sampler
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.decoders import decoders, layout
+from tunix.generate.decoders import decoders, images as images_lib, layout
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
@@ -195,7 +195,12 @@ class EngineSampler(BaseSampler):
 
   @contextlib.contextmanager
   def session(
-    self, slots: int, max_tokens: int, *, record_routes: bool = False
+    self,
+    slots: int,
+    max_tokens: int,
+    *,
+    record_routes: bool = False,
+    images: bool = False,
   ) -> Iterator[Engine]:
     """Lends the engine for requests that follow from each other, such as turns.
 
@@ -205,21 +210,27 @@ class EngineSampler(BaseSampler):
       slots: rows that run at the same time; at most the limits of this sampler.
       max_tokens: most tokens of a row.
       record_routes: see `EngineConfig`.
+      images: True if prompts may have images.
     """
-    config = self._config(slots, max_tokens, record_routes=record_routes)
+    config = self._config(slots, max_tokens, record_routes=record_routes, images=images)
     try:
       yield self._ready_for(config)
     finally:
       self._rest()
 
   def separate_engine(
-    self, slots: int, max_tokens: int, *, record_routes: bool = False
+    self,
+    slots: int,
+    max_tokens: int,
+    *,
+    record_routes: bool = False,
+    images: bool = False,
   ) -> tuple[Engine, nnx.Module]:
     """Returns an engine of its own, and its model: a clone with the same arrays.
 
     The arguments are those of `session`.
     """
-    config = self._config(slots, max_tokens, record_routes=record_routes)
+    config = self._config(slots, max_tokens, record_routes=record_routes, images=images)
     model = nnx.clone(self.transformer)
     return Engine(model, self.tokenizer, config, self.gather_weights), model
 
@@ -247,7 +258,9 @@ class EngineSampler(BaseSampler):
     bounds.shape(len(prompts), options.num_samples, longest, steps, stated)
     rows = len(prompts) * options.num_samples
     records = options.return_routes
-    return self._ready_for(self._config(rows, longest + steps, rounds, records))
+    return self._ready_for(
+      self._config(rows, longest + steps, rounds, records, bool(options.images))
+    )
 
   def _config(
     self,
@@ -255,6 +268,7 @@ class EngineSampler(BaseSampler):
     tokens: int,
     rounds: int = EngineConfig.rounds,
     record_routes: bool = False,
+    images: bool = False,
   ) -> EngineConfig:
     """Returns the sizes of an engine for `rows` rows of at most `tokens` tokens."""
     mesh = requests.mesh_of(nnx.state(self.transformer))
@@ -263,12 +277,14 @@ class EngineSampler(BaseSampler):
     slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
     positions = decoders.max_positions(self.transformer)
     tokens = batching.bucket(tokens, batching.MIN_SLOT_TOKENS)
+    both_ways = getattr(self.transformer, "attends_within_images", False)
     return EngineConfig(
       slots=slots,
       max_tokens=tokens if positions is None else min(tokens, positions),
       rounds=rounds,
       record_routes=record_routes,
       record_head=self._head,
+      attention="rows" if images and both_ways else "auto",
     )
 
   def _ready_for(self, config: EngineConfig) -> Engine:
@@ -284,6 +300,8 @@ class EngineSampler(BaseSampler):
   def _requests(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> list[EngineRequest]:
+    # In all rows of the call, as the padded sampler does.
+    options = images_lib.forbidding(self.transformer, options)
     seed = options.seed
     if options.temperature > 0:
       seed = batching.random_key(seed)
@@ -299,8 +317,11 @@ class EngineSampler(BaseSampler):
         stop_ids=self._eos_ids(options),
         logit_bias=dict.fromkeys(map(int, options.forbidden_tokens or ()), -np.inf),
         logprobs=options.return_logprobs,
+        images=images,
       )
-      for number, (prompt, limit) in enumerate(zip(prompts, limits))
+      for number, (prompt, limit, images) in enumerate(
+        zip(prompts, limits, options.images_of(len(prompts)))
+      )
     ]
 
   def _rest(self) -> None:
@@ -317,7 +338,10 @@ def model_size(cache_config: CacheConfig | None) -> int | None:
 
 def _holds(have: EngineConfig, need: EngineConfig) -> bool:
   """Returns True if an engine has room for what another one is wanted for."""
-  same = have.rounds == need.rounds and have.record_routes == need.record_routes
+  same = all(
+    getattr(have, name) == getattr(need, name)
+    for name in ("rounds", "record_routes", "attention")
+  )
   return same and have.slots >= need.slots and have.max_tokens >= need.max_tokens
 
 

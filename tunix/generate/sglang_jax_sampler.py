@@ -63,7 +63,7 @@ class SglangJaxSampler(BaseSampler):
   not_honoured = frozenset(
     {
       *("return_logits", "forbidden_tokens", "beam_size", "exact", "return_routes"),
-      *("seed", "first_prompt", "eos_tokens"),
+      *("seed", "first_prompt", "eos_tokens", "images"),
     }
   )
 

@@ -67,7 +67,10 @@ class VllmSampler(BaseSampler):
 
   name = "vLLM"
   not_honoured = frozenset(
-    {"return_logits", "forbidden_tokens", "beam_size", "exact", "return_routes"}
+    {
+      *("return_logits", "forbidden_tokens", "beam_size", "exact", "return_routes"),
+      "images",
+    }
   )
 
   def _sample(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -13,7 +14,11 @@ from tunix.ops import masks
 
 
 def prefill(
-  model, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
+  model,
+  tokens: Int[Array, "B P"],
+  mask: Bool[Array, "B P"],
+  slots: int,
+  images: Any = None,
 ) -> tuple[Float[Array, "B V"], Memory]:
   """Runs the prompts into a fresh cache.
 
@@ -22,6 +27,7 @@ def prefill(
     tokens: prompts, padded on the left.
     mask: True on the tokens of the prompts.
     slots: S, tokens that a row of the cache holds.
+    images: the images of each row, see `VisionLanguageModel`; None: there are none.
 
   Returns:
     The logits after each prompt's last token, and the state for `step`.
@@ -34,8 +40,9 @@ def prefill(
   # and `filled` hides them in `step`.
   visible = jnp.pad(mask, ((0, 0), (0, slots - width)), constant_values=True)
   causal = masks.causal_mask(jnp.arange(width), jnp.arange(slots))
+  options = {} if images is None else {"images": images}
   logits, cache = _last_logits(
-    model, tokens, positions, cache, causal & visible[:, None]
+    model, tokens, positions, cache, causal & visible[:, None], **options
   )
   return logits, Memory(
     cache=cache,
@@ -67,12 +74,12 @@ def step(
   )
 
 
-def _last_logits(model, tokens, positions, cache, mask):
+def _last_logits(model, tokens, positions, cache, mask, **options):
   """Returns float32 [B, V] logits of the last position, and the new cache."""
   adapted = calling.adapt(model)
   # With a prompt of 1,024 tokens and a vocabulary of 152,000, the float32 logits of one
   # row would take 600 MB. If the model returns hidden states, only the hidden state of
   # the last position is multiplied by the unembedding.
   hidden = {} if adapted.builds_logits else {"return_hidden": True}
-  states, cache = model(tokens, positions, cache, mask, **hidden)
+  states, cache = model(tokens, positions, cache, mask, **hidden, **options)
   return adapted.unembed(states[:, -1:])[:, 0].astype(jnp.float32), cache

@@ -24,7 +24,8 @@ class Decoder(NamedTuple):
   The "memory" of a request is the state that a decode step passes to the next step.
 
   Attributes:
-    prefill: `(model, tokens, mask, slots) -> (logits, memory)`; runs the prompts.
+    prefill: `(model, tokens, mask, slots) -> (logits, memory)`; runs the prompts. With
+      a cache also `(..., images=...)`.
     step: `(model, tokens, memory) -> (logits, memory)`; runs one token per row.
     repeat: `(model, memory, source) -> memory`; copies or reorders rows.
     shift: `(memory, by) -> memory`; moves every row `by` slots to the left, over the

@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.generate.drawing import filters as filters_lib
 from tunix.generate.drawing.params import SamplingParams
+from tunix.models.images.prompt_images import PromptImages
 from tunix.utils import checks
 from tunix.utils.setting import field_values
 
@@ -37,6 +38,7 @@ class SamplingOptions(SamplingParams):
   exact: bool = False
   return_routes: bool = False
   first_prompt: int = 0
+  images: Sequence[PromptImages | None] = ()
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -55,6 +57,8 @@ class SamplingOptions(SamplingParams):
       first_prompt=checks.NOT_NEGATIVE,
       forbidden_tokens=checks.NOT_NEGATIVE,
     )
+    if not any(self.images or ()):
+      object.__setattr__(self, "images", ())
     self._check_exact()
     self._check_beams()
 
@@ -70,6 +74,10 @@ class SamplingOptions(SamplingParams):
       raise ValueError(
         "exact is True, which scores under softmax(logits / temperature): leave top_k, "
         "top_p, min_p and forbidden_tokens out"
+      )
+    if self.images:
+      raise ValueError(
+        "exact is True, which scores rows without images: leave exact or the images out"
       )
     if self.return_routes:
       raise ValueError(
@@ -128,6 +136,19 @@ class SamplingOptions(SamplingParams):
       raise ValueError(
         f"{sampler} does not honor {' and '.join(refused)}: leave that out, or {remedy}"
       )
+
+  def images_of(self, prompts: int) -> Sequence[PromptImages | None]:
+    """Returns the images of each prompt.
+
+    Raises:
+      ValueError: the number of entries is not the number of prompts.
+    """
+    if self.images and len(self.images) != prompts:
+      raise ValueError(
+        f"images has {len(self.images)} entries for {prompts} prompts: give one entry "
+        "for each prompt, None for a prompt without images"
+      )
+    return self.images or (None,) * prompts
 
   def limits(self, prompts: int) -> np.ndarray:
     """Returns the largest number of new tokens for the rows of each prompt, int32 [P].

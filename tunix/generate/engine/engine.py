@@ -12,13 +12,16 @@ log-probs can differ in the last bits, as sums are rounded differently.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
 import jax
 from flax import nnx
 
+from tunix.generate.decoders import images as images_lib
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.cache import slot_state
@@ -122,12 +125,15 @@ class Engine:
 
     Raises:
       ValueError: the request can never run. It has too many tokens, ids outside the
-        vocabulary, or an unknown adapter.
+        vocabulary, an unknown adapter, or images that do not fit the prompt or the
+        engine.
       EngineDead: the engine failed.
     """
     self._requests.check_alive()
     number = next(self._orders)
     name = f"request {number}" if request.id is None else request.id
+    if request.images is not None:
+      request = self._with_images(request)
     ticket = Ticket(name, request)
     adapter = 0
     if request.adapter is not None:
@@ -136,6 +142,19 @@ class Engine:
     self._requests.add(ticket, sequences)
     self.on_submit()
     return ticket
+
+  def _with_images(self, request: EngineRequest) -> EngineRequest:
+    """Returns a request with images whose soft token is forbidden."""
+    if self._device.draft is not None:
+      raise ValueError(
+        "the prompt has images and the engine a draft model, which cannot read them; "
+        "expected at most one. Leave the draft model out (prompt lookup drafts too)"
+      )
+    soft = images_lib.soft_token(self._model)
+    if soft >= self.vocab_size:
+      return request
+    bias = {**request.logit_bias, soft: -math.inf}
+    return dataclasses.replace(request, logit_bias=bias)
 
   def _sequences(self, ticket: Ticket, adapter: int, streams: bool) -> list[Sequence]:
     return arrival.sequences_of(
@@ -239,6 +258,7 @@ class Engine:
     s.finish_reason = reason
     if s.failure is not None:
       s.ticket.put(s.failure)
+      self._requests.cancel(s.ticket)  # its other completions
     self._requests.end(s)
 
   def _take_arrivals(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.tokens import Delta, Tokens
+from tunix.models.images.prompt_images import PromptImages
 from tunix.utils import checks
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
@@ -59,6 +60,8 @@ class EngineRequest(SamplingParams):
       with each chosen token; 0: none.
     prompt_logprobs: return log-probabilities of the prompt's tokens, and those of
       `top_logprobs` most likely tokens.
+    images: the images of the prompt, which holds their soft tokens; None: there are
+      none. With images, the soft token is not drawn.
     adapter: name of a loaded adapter; None: the model alone.
     constraint: texts that a completion must belong to; None: all.
     priority: requests with a lower number are admitted first.
@@ -81,6 +84,7 @@ class EngineRequest(SamplingParams):
   logprobs: bool = False
   top_logprobs: int = 0
   prompt_logprobs: bool = False
+  images: PromptImages | None = None
   adapter: str | None = None
   constraint: Constraint | None = None
   priority: int = 0
@@ -111,6 +115,11 @@ class EngineRequest(SamplingParams):
       raise ValueError(
         f"first_row is {self.first_row}, expected at most {_INT32 - self.num_samples}: "
         f"the number of the last of {self.num_samples} completions must fit in 32 bits"
+      )
+    if self.images is not None and self.prompt_logprobs:
+      raise ValueError(
+        "prompt_logprobs is True and the prompt has images; expected at most one: the "
+        "tokens of an image have no log-probability. Leave one out"
       )
     self._check_bias()
 

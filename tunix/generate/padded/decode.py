@@ -65,12 +65,14 @@ class Prompts:
     shift: int32 scalar, number of slots by which prompts are moved to the left, over
       their padding, because the generated tokens need these slots. None if the cache
       has room for padding and tokens.
+    images: the images of each prompt, see `VisionLanguageModel`; None: there are none.
   """
 
   tokens: Leaf
   mask: Leaf
   source: Leaf | None = None
   shift: Leaf | None = None
+  images: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -309,7 +311,10 @@ def prefilled(
   """
   decoder = decoders.decoder_of(model)
   with jax.named_scope("prefill"):
-    logits, memory = decoder.prefill(model, prompts.tokens, prompts.mask, plan.slots)
+    options = {} if prompts.images is None else {"images": prompts.images}
+    logits, memory = decoder.prefill(
+      model, prompts.tokens, prompts.mask, plan.slots, **options
+    )
     if prompts.shift is not None:
       assert decoder.shift is not None
       memory = decoder.shift(memory, prompts.shift)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.generate.decoders import decoders, layout
+from tunix.generate.decoders import decoders, images as images_lib, layout
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.drawing import filters
 from tunix.generate.drawing.options import SamplingOptions
@@ -22,6 +22,7 @@ from tunix.generate.padded import decode
 from tunix.generate.sizes import batching, capacity
 from tunix.generate.sizes.batching import Limits, Shape
 from tunix.models import calling
+from tunix.models.images.prompt_images import PromptImages, stacked
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
@@ -85,6 +86,7 @@ def prepare(
       model's positions or the memory.
   """
   vocab_size = calling.vocab_size(model)
+  options = images_lib.forbidding(model, options)
   check(model, prompts, options, vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
@@ -115,7 +117,7 @@ def prepare(
   return Request(
     options=options,
     prompts=prompts,
-    start=_prompts(model, prompts, shape, samples, copies, steps),
+    start=_prompts(model, prompts, options, shape, samples, copies, steps),
     rules=decode.Rules(limits=limits, eos=batching.id_list(eos_ids), draw=draw),
     plan=decode.Plan(
       slots=shape.slots,
@@ -141,8 +143,8 @@ def check(
   Raises:
     ValueError: see above.
   """
-  for prompt in prompts:
-    check_ids(prompt, "a prompt", vocab_size)
+  for prompt, images in zip(prompts, options.images_of(len(prompts))):
+    check_prompt(model, prompt, images, vocab_size, among_images=bool(options.images))
   # Only ids that the caller gave are checked. The tokenizer's end-of-sequence id may be
   # outside the model's vocabulary; it is then never generated.
   if options.eos_tokens is not None:
@@ -154,6 +156,7 @@ def check(
 def _prompts(
   model: nnx.Module,
   prompts: Sequence[np.ndarray],
+  options: SamplingOptions,
   shape: Shape,
   samples: int,
   copies: int,
@@ -174,6 +177,7 @@ def _prompts(
     mask=mask,
     source=source.astype(np.int32) if samples > copies else None,
     shift=missing if is_tight and can_shift else None,
+    images=stacked(options.images, shape.prompts),
   )
 
 
@@ -295,6 +299,32 @@ def forbidden(
   if len(set(tokens)) == vocab_size:
     raise ValueError("forbidden_tokens names every token: leave at least one")
   return batching.id_list(tokens)
+
+
+def check_prompt(
+  model: nnx.Module,
+  prompt: np.ndarray,
+  images: PromptImages | None,
+  vocab_size: int | None,
+  among_images: bool = False,
+) -> None:
+  """Refuses a prompt with ids outside the vocabulary, or with too few or many images.
+
+  Args:
+    model: the model.
+    prompt: token ids.
+    images: the images of the prompt, or None.
+    vocab_size: V; None if it is not known.
+    among_images: if True, other prompts of the call have images.
+
+  Raises:
+    ValueError: see above.
+  """
+  if among_images or images is not None:
+    images_lib.check(model, prompt, images)
+    # A vocabulary need not have the soft token.
+    prompt = prompt[prompt != images_lib.soft_token(model)]
+  check_ids(prompt, "a prompt", vocab_size)
 
 
 def check_ids(ids: object, subject: str, vocab_size: int | None) -> None:

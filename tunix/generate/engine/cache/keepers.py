@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.generate.engine.cache.paged_store import PageKeeper
@@ -10,6 +11,7 @@ from tunix.generate.engine.cache.row_keeper import RowKeeper, Stored, computed_o
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.scheduling.layer_groups import Windows
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.paged import attention as paged
 from tunix.utils import mesh as mesh_lib
 
@@ -30,6 +32,21 @@ def keeper_of(
     windows: the windows of the groups of layers; None: those of this model.
     stored: returns the number of tokens of a completion that have keys and values.
   """
+  path = _path_of(model, config)
+  if path is None:
+    return RowKeeper(model, config, windows, stored)
+  return PageKeeper(model, config, path, mesh, windows)
+
+
+def has_rows(model: Transformer, config: EngineConfig) -> bool:
+  """Returns True if the engine of a model attends to rows, not to pages."""
+  mesh = mesh_lib.mesh_of(nnx.state(model))
+  with mesh_lib.use_mesh(mesh_lib.current_mesh() if mesh is None else mesh):
+    return _path_of(model.config, config) is None
+
+
+def _path_of(model: TransformerConfig, config: EngineConfig) -> str | None:
+  """Returns the path of attention to pages, or None for rows."""
   name = config.attention
   calls = [
     paged.Call(
@@ -45,6 +62,5 @@ def keeper_of(
   ]
   paths = {paged.choose(call, name) for call in calls if name != "rows"}
   # The path "gather" copies whole pages in every round. Rows are filled only once.
-  if name == "rows" or (name == "auto" and "gather" in paths):
-    return RowKeeper(model, config, windows, stored)
-  return PageKeeper(model, config, paths.pop(), mesh, windows)
+  is_rows = name == "rows" or (name == "auto" and "gather" in paths)
+  return None if is_rows else paths.pop()

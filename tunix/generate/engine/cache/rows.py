@@ -45,6 +45,8 @@ class Places:
     block_slots: int32 [N], slot of each block.
     width: number of tokens of each slot.
     block_width: number of tokens of each block.
+    block_last: int32 [N, block_width], position of the last token that each token of a
+      block attends to; None: its own.
   """
 
   slots: Leaf
@@ -52,6 +54,7 @@ class Places:
   block_slots: Leaf
   width: int = dataclasses.field(metadata={"static": True})
   block_width: int = dataclasses.field(metadata={"static": True})
+  block_last: Leaf | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +112,8 @@ class RowLayer:
       def take(rows):
         return jnp.take(rows, p.block_slots, axis=0, mode="clip")
 
-      out.append(_attend(queries, take(k), take(v), at, **options))
+      last = {} if p.block_last is None else {"last": p.block_last}
+      out.append(_attend(queries, take(k), take(v), at, **last, **options))
     flat = jnp.concatenate([x.reshape(-1, 1, *tail) for x in out])
     return flat, dataclasses.replace(self, k=k, v=v)
 
@@ -126,11 +130,15 @@ def _attend(
   implementation: str,
   rules: ShardingRules,
   sinks: Float[Array, " N"] | None = None,
+  last: Int[Array, "R Q"] | None = None,
 ) -> Float[Array, "R Q N H"]:
-  """Returns the attention of each query to the tokens of its row up to its position."""
+  """Returns the attention of each query to the tokens of its row up to its position.
+
+  Or up to `last`, the last token of the image that the query belongs to.
+  """
   (r, q, n, h), heads, width = query.shape, k.shape[1], v.shape[3]
   index = jnp.arange(width)
-  seen = index <= positions[:, :, None]
+  seen = index <= (positions if last is None else last)[:, :, None]
   if window is not None:
     seen &= index > positions[:, :, None] - window
   if q * width > attention_paths.PLAIN_SCORES_ELSEWHERE:  # too many to hold at once

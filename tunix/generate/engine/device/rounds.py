@@ -12,7 +12,14 @@ from flax import nnx
 from tunix.generate.drawing import sampling
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.device import adapters, prompt_lookup, token_sampling
-from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Ran, Slots
+from tunix.generate.engine.device.state import (
+  Blocks,
+  Out,
+  PromptOut,
+  Ran,
+  Slots,
+  Vectors,
+)
 from tunix.generate.engine.device.token_sampling import Chosen, Rules
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
@@ -24,7 +31,15 @@ Bank = tuple[adapters.BankState, Leaf]
 
 def round_of(blocks: Blocks, number: Leaf) -> Blocks:
   """Returns the blocks of one round, without the axis R."""
-  return jax.tree.map(lambda x: jnp.asarray(x)[number] if x.ndim else x, blocks)
+
+  def pick(x):
+    return jnp.asarray(x)[number] if x.ndim else x
+
+  one = jax.tree.map(pick, dataclasses.replace(blocks, vectors=None))
+  if (vectors := blocks.vectors) is not None:
+    by_token = jax.tree.map(pick, vectors._replace(table=None))
+    one = dataclasses.replace(one, vectors=by_token._replace(table=vectors.table))
+  return one
 
 
 def run_model(
@@ -48,10 +63,13 @@ def run_model(
     here.slots,
     1,
     here.tokens.shape[1],
+    None if here.vectors is None else here.vectors.last,
   )
   tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
   hidden, store, routes = run_tokens(
-    model, bank, store, tokens, places, records="routes" in rules.uses
+    *(model, bank, store, tokens, places),
+    records="routes" in rules.uses,
+    vectors=here.vectors,
   )
   first, own = here.draws >= 0, jnp.arange(batch)
   picked = jnp.where(first, batch + here.draws, own)
@@ -123,16 +141,30 @@ def run_tokens(
   places: Places,
   *,
   records: bool,
+  vectors: Vectors | None = None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-  """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None."""
+  """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None.
+
+  Args:
+    model, bank, store, tokens, places: see `hidden_of`.
+    records: return the routes.
+    vectors: vectors that replace the embeddings of the last tokens, those of blocks.
+  """
   if bank is not None:
     state, numbers = bank
     # Tokens that no slot owns have the number behind the last slot.
     model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
+  options = {}
+  if vectors is not None:
+    options["input_embeddings"] = _embedded(model, tokens, vectors)[:, None]
 
   def run():
     return model(
-      tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
+      tokens[:, None],
+      places.positions[:, None],
+      store.at(places),
+      return_hidden=True,
+      **options,
     )
 
   if records:
@@ -140,6 +172,17 @@ def run_tokens(
     return hidden[:, 0], store.after(cache), routes[:, 0]
   hidden, cache = run()
   return hidden[:, 0], store.after(cache), None
+
+
+def _embedded(model: Any, tokens: jax.Array, vectors: Vectors) -> jax.Array:
+  """Returns the embeddings [T, D] of tokens, with the vectors in their places."""
+  index = vectors.index.reshape(-1)
+  index = jnp.pad(index, (tokens.shape[0] - index.shape[0], 0), constant_values=-1)
+  is_image = index >= 0
+  # The id of a soft token may exceed the vocabulary.
+  x = model.embed(jnp.where(is_image, 0, tokens)[:, None])[:, 0]
+  taken = vectors.table[jnp.maximum(index, 0)].astype(x.dtype)
+  return jnp.where(is_image[:, None], taken, x)
 
 
 def logits_of(model: Any, hidden: jax.Array) -> jax.Array:

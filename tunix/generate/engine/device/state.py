@@ -76,6 +76,22 @@ class Out:
   predicted: jax.Array
 
 
+class Vectors(NamedTuple):
+  """The vectors of images in blocks.
+
+  Attributes:
+    table: the vectors [F, D].
+    index: int32 [R, N, Q], row of the table that replaces the embedding of each token;
+      -1: none.
+    last: int32 [R, N, Q], position of the last token that each token attends to; None:
+      its own.
+  """
+
+  table: Leaf
+  index: Leaf
+  last: Leaf | None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
@@ -91,6 +107,7 @@ class Blocks:
       first token; -1: the slot draws none.
     ends: int32 [R, B], position of that first token.
     scores: bool scalar, log-probs of the targets are wanted.
+    vectors: vectors of images; None: the blocks have none.
   """
 
   tokens: Leaf
@@ -101,6 +118,7 @@ class Blocks:
   draws: Leaf
   ends: Leaf
   scores: Leaf
+  vectors: Vectors | None = None
 
 
 class PromptOut(NamedTuple):

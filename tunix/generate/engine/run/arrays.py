@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 import numpy as np
 
 from tunix.generate.drawing import filters
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device.state import Blocks, Slots
+from tunix.generate.engine.device.state import Blocks, Slots, Vectors
 from tunix.generate.engine.device.token_sampling import Rules
 from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine.scheduling.plan import Block, Fork, Plan
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.sizes import batching
+from tunix.models.images.prompt_images import PromptImages
 
 STOP_IDS = 16  # most ids that end a completion
 BIASES = 320  # most ids with a bias; OpenAI's API allows 300
@@ -106,7 +107,11 @@ def rules_of(running: Running, count: int, uses: frozenset[str]) -> Rules:
 
 
 def blocks_of(
-  rounds: Seq[Seq[Block]], forks: Seq[Fork], width: int, config: EngineConfig
+  rounds: Seq[Seq[Block]],
+  forks: Seq[Fork],
+  width: int,
+  config: EngineConfig,
+  vectors_of: Callable[[PromptImages], np.ndarray],
 ) -> Blocks:
   """Returns the blocks of rounds.
 
@@ -115,9 +120,11 @@ def blocks_of(
     forks: first tokens that are drawn for followers.
     width: number N of blocks of a round, those that only fill it included.
     config: sizes of the engine.
+    vectors_of: returns the vectors [n, D] of a prompt's images.
   """
   shape, size = (config.rounds, width), config.page_tokens
   blocks = Blocks(
+    vectors=_vectors(rounds, (*shape, size), vectors_of),
     tokens=np.zeros((*shape, size), np.int32),
     targets=np.zeros((*shape, size), np.int32),
     slots=np.zeros(shape, np.int32),
@@ -142,3 +149,42 @@ def blocks_of(
           blocks.draws[number, one.slot] = n * size + block.count - 1
           blocks.ends[number, one.slot] = end
   return blocks
+
+
+def _vectors(
+  rounds: Seq[Seq[Block]],
+  shape: tuple[int, ...],
+  vectors_of: Callable[[PromptImages], np.ndarray],
+) -> Vectors | None:
+  """Returns the vectors of the images in blocks, or None.
+
+  Args:
+    rounds: the blocks of each round.
+    shape: sizes R, N and Q of the arrays.
+    vectors_of: see `blocks_of`.
+  """
+  index = np.full(shape, -1, np.int32)
+  last = np.zeros(shape, np.int32)
+  tables, used, both_ways = [], 0, False
+  for number, each in enumerate(rounds):
+    for n, block in enumerate(each):
+      places, end = block.sequence.images, block.start + block.count
+      last[number, n] = block.start + np.arange(shape[2])
+      if places is None:
+        continue
+      vectors = places.vector[block.start : end]
+      is_image = vectors >= 0
+      if not is_image.any():
+        continue
+      tables.append(vectors_of(places.images)[vectors[is_image]])
+      at = used + np.cumsum(is_image) - 1
+      index[number, n, : len(vectors)] = np.where(is_image, at, -1)
+      used += len(tables[-1])
+      if places.last is not None:
+        last[number, n, : len(vectors)] = places.last[block.start : end]
+        both_ways = True
+  if not tables:
+    return None
+  rows = np.zeros((batching.bucket(used), tables[0].shape[1]), tables[0].dtype)
+  rows[:used] = np.concatenate(tables)
+  return Vectors(rows, index, last if both_ways else None)

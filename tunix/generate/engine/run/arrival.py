@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Iterator, Sequence as Seq
+from typing import Any
 
 import jax
 import numpy as np
 
 from tunix.generate.decoders import decoders
+from tunix.generate.engine.cache import keepers
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.request import Matcher, Ticket
 from tunix.generate.engine.run import arrays
+from tunix.generate.engine.scheduling.image_places import ImagePlaces
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.engine.scheduling.text import TextReader
 from tunix.generate.padded import requests as requests_lib
@@ -46,7 +49,7 @@ def sequences_of(
     ValueError: the request can never run.
   """
   r = ticket.request
-  requests_lib.check_ids(r.prompt, "a prompt", model.config.vocab_size)
+  requests_lib.check_prompt(model, r.prompt, r.images, model.config.vocab_size)
   requests_lib.check_ids(list(r.logit_bias), "logit_bias", model.config.vocab_size)
   limit = _limit(ticket, model, config)
   stop_ids = tokenizer.eos_ids() if r.stop_ids is None else r.stop_ids
@@ -54,6 +57,7 @@ def sequences_of(
   key, filters = _key_data(r.seed), r.filters
   uses = arrays.uses_of(r)
   form = route_records.form_of(model) if config.record_routes else None
+  images = _image_places(ticket, model, config)
   return [
     Sequence(
       ticket=ticket,
@@ -69,6 +73,7 @@ def sequences_of(
       reader=TextReader(tokenizer.decode, r.stops, streams),
       adapter=adapter,
       matcher=_matcher(ticket, model.config.vocab_size),
+      images=images,
       routes=None if form is None else form.empty(limit),
     )
     for sample in range(r.num_samples)
@@ -87,6 +92,33 @@ def _limit(ticket: Ticket, model: Transformer, config: EngineConfig) -> int:
       "EngineConfig.max_tokens (at most the positions of the model), or ask for fewer"
     )
   return limit
+
+
+def _image_places(
+  ticket: Ticket, model: Any, config: EngineConfig
+) -> ImagePlaces | None:
+  r = ticket.request
+  if r.images is None:
+    return None
+  places = ImagePlaces.of(
+    r.prompt, r.images, model.config.soft_token, model.attends_within_images
+  )
+  if places.last is not None and not keepers.has_rows(model, config):
+    raise ValueError(
+      f"{ticket.id}: the tokens of an image attend to each other in this model, and "
+      f"EngineConfig.attention is {config.attention!r}, which reads pages here; "
+      "expected 'rows'. Set it, or use the padded sampler"
+    )
+  # A run may begin and end within a page. Two pages of a layer with a window can be in
+  # use by the tokens that the launch draws.
+  needed = (config.pages_of(places.longest_run) + 3) * config.page_tokens
+  if places.longest_run and needed > config.prefill_tokens:
+    raise ValueError(
+      f"{ticket.id}: EngineConfig.prefill_tokens is {config.prefill_tokens} and an "
+      f"image has {places.longest_run} tokens that attend to each other; expected at "
+      f"least {needed}, so that one round prefills them. Raise it"
+    )
+  return places
 
 
 def _check_sizes(ticket: Ticket, stop_ids: Seq[int], config: EngineConfig) -> None:

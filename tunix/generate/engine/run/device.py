@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ from tunix.generate.engine.scheduling.draft_policy import Source
 from tunix.generate.engine.scheduling.plan import Block, Plan
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.padded import decode
+from tunix.models.images.prompt_images import PromptImages
 from tunix.models.transformer.experts import route_records
 from tunix.models.transformer.experts.route_records import RouteForm
 from tunix.models.transformer.model import Transformer
@@ -77,6 +79,9 @@ class Device:
     self._mesh: Any = None  # of the last launch
     self._keeper: Keeper | None = None
     self._bank: AdapterBank | None = None
+    # The vectors of open requests' images.
+    self._vectors: weakref.WeakKeyDictionary[PromptImages, np.ndarray]
+    self._vectors = weakref.WeakKeyDictionary()
     self.routes = route_records.form_of(model) if config.record_routes else None
     self._uses = frozenset({"routes"} if config.record_routes else ())
     self.set_model(model)
@@ -84,6 +89,7 @@ class Device:
   def set_model(self, model: Transformer) -> None:
     """Takes the weights of a model at the next launch."""
     self._model, self._opened = model, None
+    self._vectors.clear()
 
   def release(self) -> None:
     """Frees the cache, and the copy of weights that decoding needs."""
@@ -174,7 +180,7 @@ class Device:
     draft_tokens, draft = drafts
     scored: Scored = []
     for width, rounds in self._segments(plan.rounds):
-      blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+      blocks = self._blocks_of(rounds, plan, width)
       count = np.int32(len(rounds))
       carry, scores = programs.call(
         "engine mixed", launch.mixed,
@@ -204,7 +210,7 @@ class Device:
     segments = self._segments(plan.rounds) or [(0, [])]
     assert len(segments) == 1 and len(plan.rounds) + plan.decode_rounds == 1
     [(width, rounds)] = segments
-    blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+    blocks = self._blocks_of(rounds, plan, width)
     tops = out.chosen.top_ids.shape[2]
     # The call returns before the program has run, so the masks cost no time of the
     # device unless they take longer than the model.
@@ -218,6 +224,17 @@ class Device:
     is_read = self._is_read(blocks)
     scored: Scored = [(rounds, mesh_lib.to_host(scores))] if is_read else []
     return Round(slots, store, out), scored
+
+  def _blocks_of(self, rounds: list[list[Block]], plan: Plan, width: int) -> Blocks:
+    return arrays.blocks_of(rounds, plan.forks, width, self._config, self._vectors_of)
+
+  def _vectors_of(self, images: PromptImages) -> np.ndarray:
+    """Returns the vectors of a prompt's images, computed once for its completions."""
+    if images not in self._vectors:
+      graph, state, _ = self._weights()
+      made = programs.call("engine images", _encode, graph, state, images.pixels)
+      self._vectors[images] = mesh_lib.to_host(made)[: images.num_tokens]
+    return self._vectors[images]
 
   # Number of slots that are free or done at which decoding ends before its last round.
   _wanted = 2**30
@@ -297,6 +314,15 @@ class Device:
     return [
       (width, list(group)) for width, group in itertools.groupby(rounds, width_of)
     ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(graph: nnx.GraphDef[Any], state: nnx.State, pixels: Any) -> jax.Array:
+  """Returns the vectors [n, D] of the images of one row."""
+  model: Any = nnx.merge(graph, state)
+  features = model.image_features(jax.tree.map(lambda x: x[None], pixels))
+  # Replicated, because every process reads the whole result.
+  return mesh_lib.constrain(features.reshape(-1, features.shape[-1]))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

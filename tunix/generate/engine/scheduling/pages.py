@@ -1,9 +1,10 @@
 """The pages of the key-value cache and the prefix cache, as records of the host.
 
 A page holds the keys and values of `page_tokens` consecutive tokens of one prefix, in
-all layers. A full page has a digest: a hash of its tokens and of the digest of the page
-before it. Equal digests therefore mean equal prefixes. The root digest, before the
-first page, is a hash of the version of the weights and the adapter's number.
+all layers. A full page has a digest: a hash of its tokens, of the images that they
+belong to, and of the digest of the page before it. Equal digests therefore mean equal
+prefixes. The root digest, before the first page, is a hash of the version of the
+weights and the adapter's number.
 
 Completions with a common prefix hold the same pages. A full page without a holder keeps
 its contents and digest until its memory is needed. Among these pages, the one that has
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -29,7 +30,10 @@ def root_digest(version: int | str, adapter: int) -> Digest:
 
 
 def extended(
-  digests: list[Digest], tokens: Sequence[int] | np.ndarray, page_tokens: int
+  digests: list[Digest],
+  tokens: Sequence[int] | np.ndarray,
+  page_tokens: int,
+  mark: Callable[[int, int], bytes] = lambda start, end: b"",
 ) -> None:
   """Appends the digests of full pages of `tokens` that `digests` lacks.
 
@@ -37,10 +41,12 @@ def extended(
     digests: the root digest, and the digests of the first pages.
     tokens: all tokens of a row, from the first one.
     page_tokens: tokens of a page.
+    mark: returns what else the tokens from one index up to another one depend on.
   """
   for page in range(len(digests) - 1, len(tokens) // page_tokens):
-    ids = np.asarray(tokens[page * page_tokens : (page + 1) * page_tokens], np.int32)
-    digests.append(_hash(digests[-1] + ids.tobytes()))
+    start, end = page * page_tokens, (page + 1) * page_tokens
+    ids = np.asarray(tokens[start:end], np.int32)
+    digests.append(_hash(digests[-1] + ids.tobytes() + mark(start, end)))
 
 
 def _hash(data: bytes) -> Digest:

@@ -11,11 +11,20 @@ from tunix.generate.engine.scheduling.sequence import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """Consecutive tokens of one completion that a round prefills."""
+  """Consecutive tokens of one completion that a round prefills.
+
+  Attributes:
+    sequence: the completion.
+    start: position of the first token.
+    count: number of tokens.
+    is_joined: True if the block must be in the round of the block before it, because
+      tokens of both attend to each other.
+  """
 
   sequence: Sequence
   start: int
   count: int
+  is_joined: bool = False
 
   @property
   def is_last(self) -> bool:
@@ -77,17 +86,43 @@ def rounds_of(
   """
   size = config.page_tokens
   blocks = [
-    Block(s, at, min(size, s.length - at))
+    block
     for s in sequences
     if s.leader is None and not s.is_decoding
-    for at in range(s.computed, s.length, size)
-  ][:most_blocks]
+    for block in _blocks_of(s, size)
+  ]
+  if most_blocks is not None:
+    blocks = blocks[: _whole(blocks, most_blocks)]
   out = []
   while blocks and len(out) < most:
     # Takes the largest size of a round that the blocks fill. The rest goes into smaller
     # rounds. These cost little: each round also decodes, so it would run anyway.
     counts = config.block_counts
     count = max((n for n in counts if n <= len(blocks)), default=counts[0])
+    # Or fewer, or more, if an image would be cut.
+    count = _whole(blocks, count) or next(
+      n for n in range(count, len(blocks) + 1) if _whole(blocks, n) == n
+    )
     out.append(blocks[:count])
     blocks = blocks[count:]
   return out
+
+
+def _blocks_of(s: Sequence, size: int) -> list[Block]:
+  """Returns the blocks of the tokens of a completion that are not computed yet."""
+  images = s.images
+  if images is None:
+    starts = range(s.computed, s.length, size)
+    return [Block(s, at, min(size, s.length - at)) for at in starts]
+  starts = images.cuts(s.computed, s.length, size)
+  return [
+    Block(s, at, end - at, at > s.computed and images.joins(at))
+    for at, end in zip(starts, [*starts[1:], s.length])
+  ]
+
+
+def _whole(blocks: list[Block], count: int) -> int:
+  """Returns the largest number of blocks, up to `count`, that end with no image cut."""
+  while 0 < count < len(blocks) and blocks[count].is_joined:
+    count -= 1
+  return min(count, len(blocks))

@@ -79,7 +79,7 @@ class Scheduler:
     first, end = sequence.computed // self._size, tokens // self._size
     sequence.computed = tokens
     if self._config.prefix_cache:
-      pages_lib.extended(sequence.digests, sequence.known[:tokens], self._size)
+      sequence.name_pages(tokens, self._size)
       self.pages.name(sequence, range(first, end))
 
   def preempt(self, sequence: Sequence) -> None:
@@ -159,7 +159,7 @@ class Scheduler:
     """Gives a completion pages, shared ones first; returns False if it cannot."""
     shares = self._config.prefix_cache and not sequence.needs_scores
     if shares:
-      pages_lib.extended(sequence.digests, sequence.known, self._size)
+      sequence.name_pages(sequence.length, self._size)
     if not self.pages.admit(sequence, shares):
       return False
     if not sequence.drawn:

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 
 from tunix.generate.engine.request import EngineRequest, Matcher, RequestError, Ticket
+from tunix.generate.engine.scheduling import pages as pages_lib
+from tunix.generate.engine.scheduling.image_places import ImagePlaces
 from tunix.generate.engine.scheduling.text import TextReader
 
 
@@ -39,6 +41,7 @@ class Sequence:
     routes: experts of its tokens [limit, M, k], see experts/route_records.py; None if
       they are not recorded.
     routed: number of tokens, counted from the first, whose experts are in `routes`.
+    images: places of the prompt's images, or None.
     reader: turns its tokens into text, see text.py.
     is_started: it was admitted at least once.
     failure: error that ends it after the launch; None if there is none.
@@ -58,6 +61,7 @@ class Sequence:
   reader: TextReader
   adapter: int = 0
   matcher: Matcher | None = None
+  images: ImagePlaces | None = None
   computed: int = 0
   drafted: int = 0
   slot: int | None = None
@@ -97,6 +101,11 @@ class Sequence:
   def known(self) -> np.ndarray:
     """int32 [length], prompt and drawn tokens."""
     return self.tokens[: self.length]
+
+  def name_pages(self, tokens: int, page_tokens: int) -> None:
+    """Extends `digests` to the full pages of the first `tokens` tokens."""
+    marks = () if self.images is None else (self.images.mark,)
+    pages_lib.extended(self.digests, self.known[:tokens], page_tokens, *marks)
 
   @property
   def rank(self) -> tuple[int, int]:

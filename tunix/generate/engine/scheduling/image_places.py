@@ -1,0 +1,72 @@
+"""The soft tokens of a prompt with images: their vectors, and what they attend to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tunix.models.images.prompt_images import PromptImages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImagePlaces:
+  """The places of a prompt's images.
+
+  Attributes:
+    images: the images.
+    vector: int32 [T], number of the vector that replaces each token's embedding; -1 for
+      tokens of text.
+    last: int32 [T], the last position that each token attends to, if the tokens of an
+      image attend to each other in both directions; None: its own.
+  """
+
+  images: PromptImages
+  vector: np.ndarray
+  last: np.ndarray | None
+
+  @classmethod
+  def of(
+    cls, prompt: np.ndarray, images: PromptImages, soft_token: int, both_ways: bool
+  ) -> ImagePlaces:
+    """Finds the soft tokens of a prompt, which are those of its images."""
+    is_soft = prompt == soft_token
+    vector = np.where(is_soft, np.cumsum(is_soft) - 1, -1).astype(np.int32)
+    if not both_ways:
+      return cls(images, vector, None)
+    own = np.arange(len(prompt), dtype=np.int32)
+    # The run of a soft token ends before the next token of text.
+    end = np.where(is_soft, len(prompt), own)
+    end = np.minimum.accumulate(end[::-1])[::-1]
+    return cls(images, vector, np.where(is_soft, end - 1, own).astype(np.int32))
+
+  def mark(self, start: int, end: int) -> bytes:
+    """Returns the digests of the images with a soft token from `start` up to `end`."""
+    vectors = self.vector[start:end]
+    ends = np.cumsum(self.images.counts)
+    found = np.searchsorted(ends, vectors[vectors >= 0], side="right")
+    return b"".join(self.images.digests[i] for i in np.unique(found))
+
+  def cuts(self, start: int, end: int, size: int) -> list[int]:
+    """Returns the starts of the blocks of the tokens from `start` up to `end`.
+
+    A block begins at each page and at each run of soft tokens.
+    """
+    pages = [start, *range((start // size + 1) * size, end, size)]
+    if self.last is None:
+      return pages
+    at = np.arange(max(start, 1), min(end, len(self.last)))
+    begins = (self.last[at] > at) & (self.last[at - 1] < at)
+    return sorted({*pages, *at[begins].tolist()})
+
+  def joins(self, at: int) -> bool:
+    """Returns True if the token before `at` attends to the token at `at`."""
+    last = self.last
+    return last is not None and 0 < at < len(last) and bool(last[at - 1] >= at)
+
+  @property
+  def longest_run(self) -> int:
+    """Number of tokens of the longest run that attends in both directions."""
+    if self.last is None:
+      return 0
+    return int(np.max(self.last - np.arange(len(self.last)))) + 1
