@@ -14,9 +14,6 @@ from tunix.models.vision.qwen import QwenImages, QwenImagesConfig
 class MultimodalConfig(ModelConfig, QwenImagesConfig):
   """`ModelConfig` of a Qwen3.5 with images; see `QwenImagesConfig`."""
 
-  image_token_id: int = 248_056
-  mrope_sections: tuple[int, int, int] = params.SECTIONS
-
 
 class MultimodalQwen3p5(Qwen3p5, QwenImages):
   """A Qwen3.5 model with images; see `QwenImages`."""
@@ -31,6 +28,4 @@ FAMILY = qwen_params.family(
   "Qwen3_5",
   MultimodalConfig,
   MultimodalQwen3p5,
-  image_token=248_056,
-  sections=params.SECTIONS,
 )

@@ -46,7 +46,7 @@ _LAYER_TYPES: Mapping[str, LayerType] = {
 }
 # Numbers of frequency pairs that turn with time, height and width. All three positions
 # of a text token are equal, so a text model does not depend on them.
-SECTIONS = (11, 11, 10)
+_SECTIONS = (11, 11, 10)
 
 _MIXER = "model.layers.{i}.linear_attn."
 NAMES: NameTable = {
@@ -166,9 +166,9 @@ def write_decoder(
   hf = hf_config.write_decoder(config, model_type, architecture)
   del hf["rope_scaling"], hf["rope_theta"]  # transformers reads the share in one place
   hf["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
-  if config.rope.rotated(config.head_dim) == 2 * sum(SECTIONS):
+  if config.rope.rotated(config.head_dim) == 2 * sum(_SECTIONS):
     hf["rope_parameters"] |= {
-      "mrope_section": list(SECTIONS),
+      "mrope_section": list(_SECTIONS),
       "mrope_interleaved": True,
     }
   names = {kind: name for name, kind in _LAYER_TYPES.items()}

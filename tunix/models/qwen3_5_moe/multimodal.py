@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from tunix.models.qwen3_5.params import SECTIONS
 from tunix.models.qwen3_5_moe import params
 from tunix.models.qwen3_5_moe.model import ModelConfig, Qwen3p5Moe
 from tunix.models.vision import qwen_params
@@ -14,9 +13,6 @@ from tunix.models.vision.qwen import QwenImages, QwenImagesConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultimodalConfig(ModelConfig, QwenImagesConfig):
   """`ModelConfig` of a Qwen3.5 mixture with images; see `QwenImagesConfig`."""
-
-  image_token_id: int = 248_056
-  mrope_sections: tuple[int, int, int] = SECTIONS
 
 
 class MultimodalQwen3p5Moe(Qwen3p5Moe, QwenImages):
@@ -32,6 +28,4 @@ FAMILY = qwen_params.family(
   "Qwen3_5Moe",
   MultimodalConfig,
   MultimodalQwen3p5Moe,
-  image_token=248_056,
-  sections=SECTIONS,
 )

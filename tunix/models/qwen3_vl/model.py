@@ -51,8 +51,6 @@ FAMILY = tower_params.with_text_only(
     "Qwen3VL",
     ModelConfig,
     Qwen3VL,
-    image_token=151_655,
-    sections=(24, 20, 20),
     deepstack=(8, 16, 24),
   ),
   {qwen_params.TEXT: "model."},

@@ -29,12 +29,15 @@ class VisionLanguageModel(Transformer):
     multi_modal_projector: makes the vectors of the soft tokens from them.
     attends_within_images: True if the tokens of an image attend to each other in both
       directions; else attention is causal.
+    embeds_alone: True if images change only the embeddings of their tokens; False if
+      they also change rotary positions, or the input of later layers.
   """
 
   config: VisionLanguageConfig
   vision_tower: nnx.Module
   multi_modal_projector: nnx.Module
   attends_within_images = False
+  embeds_alone = True
 
   @explicit.auto_inside(explicit.call_specs)
   def __call__(
@@ -104,6 +107,11 @@ class VisionLanguageModel(Transformer):
   def features_of_layers(self, images: Any) -> Sequence[jax.Array]:
     """Returns `image_features`, and the vectors that early layers add to them."""
     return (self.image_features(images),)
+
+  def position_shift(self, tokens: Int[Array, "B T"], images: Any) -> jax.Array:
+    """Returns what positions after rows with images change by, int32 [B]."""
+    del images
+    return jnp.zeros(len(tokens), jnp.int32)
 
   def train_tower(self) -> None:
     """Makes the tower's parameters trainable, in place; new models freeze them.

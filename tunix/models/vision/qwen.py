@@ -73,7 +73,7 @@ class QwenConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenImagesConfig(VisionLanguageConfig):
-  """`VisionLanguageConfig` with this tower.
+  """`VisionLanguageConfig` with this tower; the defaults are those of Qwen3.5.
 
   Attributes:
     vision: see `VisionLanguageConfig`.
@@ -84,8 +84,8 @@ class QwenImagesConfig(VisionLanguageConfig):
   """
 
   vision: QwenConfig
-  image_token_id: int
-  mrope_sections: tuple[int, int, int]
+  image_token_id: int = 248_056
+  mrope_sections: tuple[int, int, int] = (11, 11, 10)
 
   def __post_init__(self):
     super().__post_init__()
@@ -144,7 +144,7 @@ def places(grid: Int[Array, "n N 3"], count: int, merge: int) -> Places:
 
 
 def is_whole(grid: Int[Array, "n N 3"], count: int, merge: int) -> Bool[Array, " n"]:
-  """Returns True for rows of P = `count` patches that hold whole images of one frame."""
+  """Returns True for rows of P = `count` patches with whole images of one frame."""
   sizes = jnp.prod(grid, axis=-1)
   fits = jnp.sum(sizes, axis=-1) <= count
   whole = (grid[..., 1:] >= 0) & (grid[..., 1:] % merge == 0)
@@ -181,7 +181,9 @@ def rope_offsets(
   )
   size = jnp.take_along_axis(coarse, jnp.minimum(owner, grid.shape[1])[..., None], 1)
   ends = is_image & (row == size[..., 0] - 1) & (column == size[..., 1] - 1)
-  surplus = jnp.prod(size, axis=-1) - jnp.max(size, axis=-1)  # tokens without a position
+  surplus = jnp.prod(size, axis=-1) - jnp.max(
+    size, axis=-1
+  )  # tokens without a position
   jump, row, column, within = (
     part.reshape(tokens.shape)
     for part in (jnp.where(ends, surplus, 0), row, column, row * size[..., 1] + column)
@@ -240,8 +242,8 @@ class QwenTower(nnx.Module):
     count = values.shape[1]
     if count % c.merge**2:
       raise ValueError(
-        f"values have {count} patches, expected a multiple of {c.merge**2}, the patches "
-        "of a soft token: use the model's image processor"
+        f"values have {count} patches, expected a multiple of {c.merge**2}, those of a "
+        "soft token: use the model's image processor"
       )
     with jax.named_scope("patches"):
       at = places(grid, count, c.merge)
@@ -249,9 +251,7 @@ class QwenTower(nnx.Module):
       x = self.patch_embedding.embed(x)
       x = sharding.pin_activations(x + self._positions(at, grid, x.dtype), c.sharding)
     turned = pixtral.angles(at, c.embed_dim // c.num_heads, c.rope_theta, odd=0)
-    last, kept = run_and_keep(
-      self.layers, x, c, turned, at.owner, keep=c.deepstack
-    )
+    last, kept = run_and_keep(self.layers, x, c, turned, at.owner, keep=c.deepstack)
     return [last, *kept]
 
   def _positions(self, at: Places, grid: jax.Array, dtype: Any) -> jax.Array:
@@ -317,6 +317,7 @@ class QwenImages(VisionLanguageModel):
   config: QwenImagesConfig
   vision_tower: QwenTower
   multi_modal_projector: Projector
+  embeds_alone = False
 
   def __init__(self, config: QwenImagesConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -331,6 +332,11 @@ class QwenImages(VisionLanguageModel):
     return options | {
       "rope_offsets": rope_offsets(tokens, grid, self.config, segment_ids)
     }
+
+  def position_shift(self, tokens: Int[Array, "B T"], images: Any) -> jax.Array:
+    """See `VisionLanguageModel`."""
+    tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=-1)  # the next token
+    return rope_offsets(tokens, jnp.asarray(images[1]), self.config)[:, -1, 0]
 
   def image_features(self, images: Any) -> jax.Array:
     """Returns the vectors of the soft tokens.
@@ -357,9 +363,7 @@ class QwenImages(VisionLanguageModel):
     merge, project = self.config.vision.merge, self.multi_modal_projector
     with jax.named_scope("vision"):
       encoded = self.vision_tower(values, grid)
-      vectors = [
-        merger(x) for merger, x in zip([project, *project.deepstack], encoded)
-      ]
+      vectors = [merger(x) for merger, x in zip([project, *project.deepstack], encoded)]
       squares = vectors[0].shape[1]
       index = jnp.arange(squares, dtype=jnp.int32)
       count = jnp.sum(jnp.prod(grid, axis=-1), axis=-1) // merge**2

@@ -130,7 +130,8 @@ def _write_tower(config: QwenImagesConfig, model_type: str) -> dict[str, Any]:
   }
 
 
-def _read_sections(text: HfConfig, usual: tuple[int, ...]) -> tuple[int, ...]:
+def _read_sections(hf: HfConfig, usual: tuple[int, int, int]) -> tuple[int, int, int]:
+  text = params.section(hf, "text_config")
   rope = table(text, "rope_scaling") or table(text, "rope_parameters")
   if not flag(rope, "mrope_interleaved", True):
     raise ValueError(
@@ -138,8 +139,10 @@ def _read_sections(text: HfConfig, usual: tuple[int, ...]) -> tuple[int, ...]:
       "each other are those of Qwen2-VL and Qwen2.5-VL, which are not offered"
     )
   field = "mrope_section"
-  found = [{field: count} for count in listed(rope, field)]
-  return tuple(integer(one, field, checks.NOT_NEGATIVE) for one in found) or usual
+  found: Any = tuple(
+    integer({field: count}, field, checks.NOT_NEGATIVE) for count in listed(rope, field)
+  )
+  return found or usual
 
 
 def family(
@@ -147,11 +150,8 @@ def family(
   name: str,
   model_type: str,
   architecture: str,
-  config_class: Callable[..., QwenImagesConfig],
+  config_class: type[QwenImagesConfig],
   model_class: Callable[..., Any],
-  *,
-  image_token: int,
-  sections: tuple[int, int, int],
   deepstack: tuple[int, ...] = (),
 ) -> Family:
   """Returns a family of images and text.
@@ -163,13 +163,17 @@ def family(
     model_type: value of `model_type` in `config.json`.
     architecture: beginning of the class's name in transformers.
     config_class, model_class: the classes of the family.
-    image_token, sections, deepstack: transformers' values of absent fields, see
-      `QwenImagesConfig` and `QwenConfig`. () for a family without deepstack.
+    deepstack: transformers' value of an absent field, see `QwenConfig`; () for a family
+      without deepstack.
   """
+
+  usual = named_values(config_class, ("image_token_id", "mrope_sections"))
 
   def config_from_hf(hf: HfConfig) -> QwenImagesConfig:
     tower, width = _read_tower(hf, model_type, deepstack)
-    fields = vars(text.config_from_hf(hf)) | {"num_scores": hf_config.read_scores(hf)}
+    fields: dict[str, Any] = vars(text.config_from_hf(hf)) | {
+      "num_scores": hf_config.read_scores(hf)
+    }
     if width != fields["embed_dim"]:
       raise ValueError(
         f"vision_config.out_hidden_size is {width}; expected {fields['embed_dim']}, "
@@ -178,10 +182,8 @@ def family(
     return config_class(
       **fields,
       vision=tower,
-      image_token_id=integer(
-        {"image_token_id": image_token, **hf}, "image_token_id", checks.NOT_NEGATIVE
-      ),
-      mrope_sections=_read_sections(params.section(hf, "text_config"), sections),
+      image_token_id=integer({**usual, **hf}, "image_token_id", checks.NOT_NEGATIVE),
+      mrope_sections=_read_sections(hf, usual["mrope_sections"]),
     )
 
   def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -203,6 +205,9 @@ def family(
     names=names(text.names),
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    harmless=(*(x.replace("model", r"model\.language_model", 1) for x in HARMLESS), MTP),
+    harmless=(
+      *(x.replace("model", r"model\.language_model", 1) for x in HARMLESS),
+      MTP,
+    ),
     text_only=text,
   )
