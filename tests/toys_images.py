@@ -13,7 +13,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 
 NAMES = ("gemma3", "smolvlm", "ministral3")  # the engine samples with images of these
-ALL = (*NAMES, "qwen3_5", "qwen3_vl")
+OTHERS = ("qwen3_5", "qwen3_vl")
+ALL = (*NAMES, *OTHERS)
 SOFT = 79
 
 _GEMMA3 = r"""
@@ -102,7 +103,7 @@ _TOYS = {
   ),
 }
 _TOYS |= dict.fromkeys(
-  ("qwen3_5", "qwen3_vl"),
+  OTHERS,
   (
     processors._qwen(4, 2, 256, 600),
     _QWEN,

@@ -55,7 +55,7 @@ def element(source) -> Any:
 
 
 def test_tokens_masks_and_pixels(family, tmp_path):
-  name, _, tokenizer, reader = family
+  _, _, tokenizer, reader = family
   records = open_file(toys.write_records(tmp_path))
   source = source_of(records, tokenizer, reader)
   rendered = source.render(0)  # two images

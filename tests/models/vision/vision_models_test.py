@@ -175,6 +175,9 @@ def test_positions_of_qwen_by_hand():
   segments = jnp.array([[1] * 6 + [2] * 2])
   found = qwen.rope_offsets(tokens, wide, config, segments)[0, :, 0]
   assert found.tolist() == [0, 0, -1, -2, -3, -2, 0, 0]
+  segments = jnp.array([[1] * 6 + [0, 1]])  # a padded completion, and another one
+  found = qwen.rope_offsets(tokens, wide, config, segments)[0, :, 0]
+  assert found.tolist() == [0, 0, -1, -2, -3, -2, -2, -2]
   at = qwen.places(wide, 16, 2)
   assert at.row[0].tolist() == [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2
   assert at.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3] * 2

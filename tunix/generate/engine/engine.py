@@ -155,7 +155,8 @@ class Engine:
       raise ValueError(
         f"the prompt has images and the model is a {type(self._model).__name__}, whose "
         "images also change rotary positions; expected a model whose images change "
-        "embeddings alone. Sample with the padded sampler (generate.sampler.Sampler)"
+        "embeddings alone. Sample with the padded sampler (rollout.engine=padded, "
+        "generate.sampler.Sampler)"
       )
     if soft >= self.vocab_size:
       return request

@@ -191,7 +191,9 @@ def rope_offsets(
   before = jnp.cumsum(jump, axis=1) - jump
   if segment_ids is not None:
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    start = index - masks.positions_from_segments(segment_ids)
+    # Padding begins no segment: in a `SharedPrompt` it lies between completions.
+    begun = jax.lax.cummax(segment_ids, axis=1)
+    start = index - masks.positions_from_segments(begun)
     before -= jnp.take_along_axis(before, start, axis=1)
   within = jnp.where(tokens == config.soft_token, within, 0)
   axes = config.pair_axes
