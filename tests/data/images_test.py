@@ -60,8 +60,8 @@ def test_tokens_masks_and_pixels(family, tmp_path):
   source = source_of(records, tokenizer, reader)
   rendered = source.render(0)  # two images
   text = tokenizer.decode(rendered.prompt, skip_special_tokens=False)
-  image = "".join(reader.processor.text(x.grid) for x in rendered.pictures)
-  assert image in text and text.count("what is 0?") == 1
+  images = [reader.processor.text(x.grid) for x in rendered.pictures]
+  assert all(image in text for image in images) and text.count("what is 0?") == 1
   assert [str(x) for x in rendered.pictures] == [
     f"pictures/{i}.png, 40 x 20 pixels, {x.num_tokens} tokens"
     for i, x in enumerate(rendered.pictures)

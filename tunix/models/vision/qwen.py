@@ -60,7 +60,11 @@ class QwenConfig(TowerConfig):
   def __post_init__(self):
     super().__post_init__()
     checks.fields(
-      self, merge=checks.COUNT, table_size=checks.COUNT, rope_theta=checks.POSITIVE
+      self,
+      merge=checks.COUNT,
+      table_size=checks.COUNT,
+      rope_theta=checks.POSITIVE,
+      deepstack=checks.NOT_NEGATIVE,
     )
     pixtral.check_heads(self)
     numbers = [i for i in range(self.num_layers) if i in self.deepstack]
