@@ -140,15 +140,26 @@ def answered(*turns, answer):
   return {"messages": [*turns, {"role": "assistant", "content": answer}]}
 
 
-def write_records(folder, count=8):
-  """A file of records with two, no or one images, whose paths are relative."""
+def write_records(folder, count=8, kind="sft"):
+  """A file of records with two, no or one images, whose paths are relative.
+
+  The kinds are "sft", "pair" and "labelled".
+  """
   for number in range(4):
     draw(folder / "pictures" / f"{number}.png", number)
   lines = []
   for number in range(count):
     images = [f"pictures/{(number + i) % 4}.png" for i in range((2 - number) % 3)]
-    question = message(f"what is {number}?", *images)
-    lines.append(json.dumps(answered(question, answer=f"it is {number}.")))
+    question, answer = message(f"what is {number}?", *images), f"it is {number}."
+    lines.append(json.dumps(_record(kind, question, answer, number)))
   file = folder / "data.jsonl"
   file.write_text("\n".join(lines) + "\n")
   return file
+
+
+def _record(kind, question, answer, number):
+  if kind == "pair":
+    return {"prompt": [question], "chosen": answer, "rejected": "i see nothing."}
+  if kind == "labelled":
+    return {"prompt": [question], "completion": answer, "label": number % 3 == 0}
+  return answered(question, answer=answer)

@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from tests import drills, toys_text
+from tests import drills, toys_images, toys_text
 from tests.cli import runs
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
@@ -145,14 +145,22 @@ def test_killed_runs_of_the_command_resume_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["grpo", "ppo"])
-def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job):
-  prompts = tmp_path / "prompts.jsonl"
+@pytest.mark.parametrize(
+  ("job", "images", "kills"),
+  [("grpo", False, 2), ("ppo", False, 2), ("grpo", True, 4)],
+)
+def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job, images, kills):
+  prompts, model = tmp_path / "prompts.jsonl", inputs["model__path"]
   lines = [{"prompt": f"what follows {i}?", "answer": str(i)} for i in range(64)]
+  if images:
+    model = toys_images.folder("smolvlm", tmp_path / "model")
+    for i, line in enumerate(lines):
+      toys_images.draw(tmp_path / f"{i}.png", i)
+      line["prompt"] = [toys_images.message(f"{i}?", *[f"{i}.png"] * (i % 2))]
   prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
   keys = {
     "job": job,
-    "model__path": inputs["model__path"],
+    "model__path": model,
     "data__train": prompts,
     "data__eval": prompts,
     "reward__functions": "length(target=12)",
@@ -185,7 +193,7 @@ def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job):
       "samples/index.html",
     ),
   )
-  drill.check(tmp_path, random_kills=2)
+  drill.check(tmp_path, random_kills=kills)
 
 
 @pytest.mark.slow

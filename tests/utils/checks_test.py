@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import types
 
 import numpy as np
 import pytest
@@ -195,3 +196,17 @@ def test_what_a_list_must_be(value, items, message):
 def test_a_number_is_no_list(value):
   with pytest.raises(TypeError, match=f"eos_tokens is {value}: it must be a list"):
     RolloutConfig(eos_tokens=value)
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [
+    *((3, "an int"), ("a", "a str"), ([], "a list"), (None, "None")),
+    *((np.zeros(1), "an ndarray"), (object(), "an object"), ({}, "a dict")),
+    (types.new_class("RLLearner")(), "an RLLearner"),
+    (types.new_class("OneRow")(), "a OneRow"),
+    (types.new_class("Host")(), "a Host"),
+  ],
+)
+def test_a_type_has_its_article(value, text):
+  assert checks.type_of(value) == text

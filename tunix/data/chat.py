@@ -137,18 +137,36 @@ def render(
     "reasoning": reasoning,
   }
   sources = image_parts.sources(read.prompt, completion)
+  pictures, expand = opened(sources, images, folder, where)
+  row = render_completion(read.prompt, completion, tokenizer, expand=expand, **options)
+  return row._replace(pictures=pictures)
+
+
+def opened(
+  sources: Sequence[Any],
+  images: ImageReader | None,
+  folder: pathlib.Path | None,
+  where: str,
+) -> tuple[tuple[Picture, ...], Expand | None]:
+  """Opens the images of a record; see `render` for the arguments.
+
+  Returns:
+    The images, and the function that puts their text into a rendered chat; None without
+    images.
+
+  Raises:
+    ValueError: an image cannot be read, or only text is read; begins with `where`.
+  """
   if not sources:
-    return render_completion(read.prompt, completion, tokenizer, **options)
+    return (), None
   if images is None:
     raise ValueError(
       f"{where}: the record has an image, and only text is read here; expected a model "
-      "with a vision tower in the job sft (model.images=true; in Python "
-      "build_dataset(images=ImageReader(folder, model.config))). Or leave out the image"
+      "with a vision tower in a job that reads images (model.images=true; in Python "
+      "images=ImageReader(folder, model.config)). Or leave out the image"
     )
   pictures = images.open(sources, folder, where)
-  options["expand"] = functools.partial(images.expand, pictures)
-  row = render_completion(read.prompt, completion, tokenizer, **options)
-  return row._replace(pictures=pictures)
+  return pictures, functools.partial(images.expand, pictures)
 
 
 def render_completion(
@@ -184,6 +202,7 @@ def render_completion(
   try:
     if completion is None:
       prefix = [Segment(text, False)]
+      prefix = prefix if expand is None else expand(prefix)
       return _tokenise(prefix, tokenizer, add_eos=False, add_bos=is_plain)
     if isinstance(prompt, str) and isinstance(completion, str) and not chat:
       return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
@@ -334,7 +353,7 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered
   return row
 
 
-def _check_text(text: str) -> None:
+def check_unicode(text: str) -> None:
   """Refuses text with half of a surrogate pair: JSON allows it, UTF-8 does not."""
   try:
     text.encode()
@@ -363,7 +382,7 @@ def _tokenise(
   tokens: list[int] = []
   mask: list[int] = []
   for segment in segments:
-    _check_text(segment.text)
+    check_unicode(segment.text)
     encode = tokenizer.encode_continuation if tokens else tokenizer.encode
     ids = encode(segment.text)
     tokens += ids

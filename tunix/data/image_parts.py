@@ -7,6 +7,9 @@ A content with images is a list of parts {"type": "text", "text": ...} and {"typ
   OpenAI   {"type": "image_url", "image_url": {"url": "data:..."}}
   TRL      {"type": "image"} in the messages, and the images in a column "images"
   LLaVA    "<image>" in the text, and the images in a column "image" or "images"
+
+Completions that are whole conversations repeat the placeholders of the prompt, which
+stand for the same images.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 
 COLUMNS = ("images", "image")
 _MARK = "<image>"
+# Columns that may repeat the prompt.
+_COMPLETIONS = ("chosen", "rejected", "completion")
 # Keys of a part that hold its image, in order of preference.
 _SOURCES = ("image", "path", "url")
 
@@ -36,28 +41,43 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   given = [image for name in names for image in _listed(record[name])]
   if not given and not any(map(_has_parts, record.values())):
     return record
-  waiting: list[Part] = []
+  # Placeholders of the prompt, and those of each completion.
+  waiting: dict[str, list[Part]] = {name: [] for name in ("", *_COMPLETIONS)}
   changed: dict[str, Any] = {}
   for name, column in record.items():
     value: Any = column
-    if name == "prompt" and isinstance(value, str) and given and _MARK in value:
+    is_prompt = name in ("prompt", "prompts")
+    if is_prompt and isinstance(value, str) and given and _MARK in value:
       value = [{"role": "user", "content": value}]
     if _has_messages(value):
       turns: list[Any] = list(value)
       value = [_with_parts(turn, bool(given)) for turn in turns]
-      waiting += [part for turn in value for part in _empty(turn.get("content"))]
+      places = [part for turn in value for part in _empty(turn.get("content"))]
+      waiting[name if name in _COMPLETIONS else ""] += places
     if name not in names:
       changed[name] = value
-  if len(waiting) != len(given):
-    raise ValueError(
-      f"{where}: {len(waiting)} placeholders of images and {len(given)} images in "
-      f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. "
-      f'Put {{"type": "image"}} into the messages, or {_MARK} into the text, for each '
-      'image of a column. Without a column, give each part its "image"'
-    )
-  for part, image in zip(waiting, given, strict=True):
-    part["image"] = image
+  for places in [x for x in waiting.values() if x] or [[]]:
+    if len(places) != len(given):
+      raise ValueError(
+        f"{where}: {len(places)} placeholders of images and {len(given)} images in "
+        f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. "
+        f'Put {{"type": "image"}} into the messages, or {_MARK} into the text, for '
+        'each image of a column. Without a column, give each part its "image"'
+      )
+    for part, image in zip(places, given, strict=True):
+      part["image"] = image
   return changed
+
+
+def has_places(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+  """Returns True if a text or messages have an image or a placeholder of one."""
+  if isinstance(prompt, str):
+    return _MARK in prompt
+  contents = [turn.get("content") or "" for turn in prompt if isinstance(turn, Mapping)]
+  return any(
+    _MARK in content if isinstance(content, str) else any(map(_is_image, content))
+    for content in contents
+  )
 
 
 def parts(message: Mapping[str, Any]) -> Iterator[Part]:
@@ -131,8 +151,12 @@ def _with_parts(turn: Mapping[str, Any], splits: bool) -> dict[str, Any]:
   return {**turn, "content": new}
 
 
+def _is_image(part: Any) -> bool:
+  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
 def _part(part: Any) -> Any:
-  if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
+  if not _is_image(part):
     return part
   image = part.get("image_url")
   if isinstance(image, Mapping):

@@ -5,8 +5,10 @@ An image is decoded in the input pipeline each time its record is drawn, and nev
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
+import io
 import os
 import pathlib
 import re
@@ -18,7 +20,7 @@ from jaxtyping import UInt8
 
 from tunix.data import image_parts
 from tunix.data.turns.spans import Segment
-from tunix.models.images import opening
+from tunix.models.images import opening, pillow
 from tunix.models.images.processor import Processor
 from tunix.models.images.prompt_images import PromptImages
 
@@ -182,7 +184,7 @@ class ImageReader:
         f"the row has {found} image tokens (id {self.soft_token}), and its "
         f"{len(pictures)} images need {expected}; expected equal numbers. Use the "
         "model's own tokenizer, leave texts of image tokens out, and do not cut rows "
-        "with images (raise max_length, or set overlong to 'drop')"
+        "within images (raise the largest length, or set overlong to 'drop')"
       )
 
   def row(self, pictures: Sequence[Picture], max_tokens: int) -> Any:
@@ -198,6 +200,26 @@ class ImageReader:
       return None
     pixels = [self.processor(picture.image) for picture in pictures]
     return PromptImages.of(self.processor, pixels, max_tokens)
+
+
+def reference(source: Any, image: UInt8[np.ndarray, "Y X 3"], folder: Any) -> str:
+  """Returns an image as text, which JSON can hold: an absolute path or a data URI.
+
+  Args:
+    source: the image of a record.
+    image: its pixels, which are written as PNG if the source is no file.
+    folder: see `ImageReader.open`.
+  """
+  source = _located(source, folder)
+  if isinstance(source, str) and re.match("data:", source, re.I):
+    return source
+  if isinstance(source, str | os.PathLike):
+    return os.path.abspath(source)
+  if not isinstance(source, bytes):
+    file = io.BytesIO()
+    pillow.module("Image").fromarray(image).save(file, "PNG")
+    source = file.getvalue()
+  return f"data:;base64,{base64.b64encode(source).decode()}"
 
 
 def _located(source: Any, folder: pathlib.Path | None) -> Any:

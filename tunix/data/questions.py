@@ -1,18 +1,23 @@
-"""Questions with answers for scripts of reinforcement learning, such as GSM8K."""
+"""Prompts for scripts of reinforcement learning, and questions such as GSM8K."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from tunix.data import fields
 from tunix.data.batching import map_datasets as maps
+from tunix.data.batching.prompts import PromptBatches, PromptText, with_equal_room
+from tunix.data.images import ImageReader
 from tunix.data.reading.jsonl import JsonlRecords
 from tunix.data.reading.stored import HeldRecords, Records
-from tunix.data.records import Kind, Record
+from tunix.data.records import PROMPT_ROWS, Kind, Record
+from tunix.data.scan import scan
+from tunix.data.source import Source
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import optional
 
 Extract = Callable[[str], str | None]
@@ -112,6 +117,53 @@ def get_train_and_eval_datasets(
   if train_fraction == 1:
     return train, None
   return train, maps.batches(every[count:], batch_size, num_batches)
+
+
+def build_prompts(
+  records: Sequence[Mapping[str, Any]],
+  tokenizer: TokenizerAdapter,
+  *,
+  batch_size: int,
+  max_prompt_length: int,
+  overlong: Literal["error", "drop"] = "error",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+  images: ImageReader | None = None,
+  seed: int | None = 0,
+  num_epochs: int | None = 1,
+) -> PromptBatches:
+  """Returns batches of prompts with their columns, for `RLLearner.train`.
+
+  Args:
+    records: prompts with columns, see PROMPT_ROWS in `tunix.data.records`.
+    tokenizer: tokenizer with the chat template.
+    batch_size: prompts of a batch.
+    max_prompt_length: tokens of a prompt, with those of its images.
+    overlong: treatment of longer prompts.
+    chat, template_kwargs: see `tunix.data.source.Source`.
+    images: reads the images of the prompts; None refuses images. Give the same reader
+      to RLCluster.
+    seed: seed of a new order in every epoch; None keeps the order.
+    num_epochs: number of passes; None never ends.
+
+  Raises:
+    ValueError: a record or an image is wrong, or no prompt is left; names its place.
+  """
+  source = Source(
+    records=records,
+    kind=PROMPT_ROWS,
+    tokenizer=tokenizer,
+    layout=PromptText(max_prompt_length=max_prompt_length),
+    overlong=overlong,
+    chat=chat,
+    template_kwargs=template_kwargs,
+    images=images,
+  )
+  rows: dict[int, Any] = {}
+  scan(source, kept=rows)
+  return PromptBatches(
+    with_equal_room(list(rows.values())), batch_size, seed=seed, epochs=num_epochs
+  )
 
 
 def _records(path: pathlib.Path, split: str, dataset_name: str) -> Records:

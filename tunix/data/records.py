@@ -23,8 +23,9 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained. In records of SFT, messages that are not the
-assistant's may hold images, see `tunix.data.image_parts`.
+context for the model and is not trained. In records of SFT, PAIRS, LABELLED and
+PROMPT_ROWS, messages of the prompt that are not the assistant's may hold images, see
+`tunix.data.image_parts`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.data import fields, forms as foreign
+from tunix.data import fields, forms as foreign, image_parts
+from tunix.utils import terminal
 
 Text = str | Sequence[Mapping[str, Any]]
 # Cells of CSV are text, and Python's csv module writes True and False.
@@ -46,6 +48,10 @@ PROMPT_COLUMN = "prompts"
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # Column with prompts before a chat template, where "prompts" has rendered texts.
 RAW_PROMPT_COLUMN = "raw_prompts"
+# Columns of prompts with images: a list of paths and data URIs, and the number of image
+# tokens that every prompt of a run has room for.
+IMAGES_COLUMN = "images"
+IMAGE_TOKENS_COLUMN = "prompt_image_tokens"
 # Roles of the first turn of a whole conversation.
 _FIRST_ROLES = ("system", "developer", "user")
 # Reward functions receive the completions under these names.
@@ -54,6 +60,7 @@ _RESERVED_COLUMNS = {
   "completions",
   PROMPT_IDS_COLUMN,
   RAW_PROMPT_COLUMN,
+  IMAGE_TOKENS_COLUMN,
 }
 
 
@@ -85,10 +92,11 @@ class Kind:
     expected: description of its forms, for error messages.
     read: (record, place) -> Record; raises ValueError for a wrong record.
     completions: names of the completions of a record.
-    noun: plural noun for the records in reports.
+    noun: plural noun for the records in reports; `counted` puts a number before it.
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
     teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
+    has_images: True if prompts may hold images.
   """
 
   name: str
@@ -99,6 +107,11 @@ class Kind:
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
   teacher_tokenizer: Any = None
+  has_images: bool = False
+
+  def counted(self, count: int) -> str:
+    """Returns a number with the noun of the records: 1 pair, 2 pairs."""
+    return terminal.counted(count, self.noun.removesuffix("s"))
 
 
 def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
@@ -211,21 +224,25 @@ def read_prompt(record: Any, where: str) -> Record:
 def read_prompt_row(record: Any, where: str) -> Record:
   """Reads a prompt with its columns for reward functions; `extra` has the columns.
 
-  The prompt may be named "prompt" or "prompts". "tools" is a plain column.
+  The prompt may be named "prompt" or "prompts". "tools" is a plain column, and so are
+  "image" and "images" if the prompt has no placeholder of an image.
 
   Raises:
-    ValueError: the prompt is missing, empty or of the wrong type, or a column has a
-      reserved name; begins with `where`.
+    ValueError: the prompt is missing, empty or of the wrong type, a column has a
+      reserved name, or the numbers of placeholders and images differ; begins with
+      `where`.
   """
   record = foreign.convert(record, where)
   prompts = ("prompt", PROMPT_COLUMN)
   form = _only_field(record, prompts, where, PROMPT_ROWS.expected)
+  if image_parts.has_places(record[form]):
+    record = image_parts.gathered(record, where)
   if reserved := sorted(record.keys() & _RESERVED_COLUMNS):
     raise ValueError(
       f"{where}: the column {reserved[-1]!r} has a reserved name, which stands for "
       "completions or for the tokens of prompts; rename it"
     )
-  fields.check_text(record, form, where)
+  fields.check_text(record, form, where, images=True)
   if not record[form]:
     raise ValueError(f'{where}: "{form}" is empty; {PROMPT_ROWS.expected}')
   # Null under the other name of the prompt is no column.
@@ -284,9 +301,15 @@ def _read_completions(
   fields.check_tools(record, where)
   for name in (*kind.completions, "prompt"):
     if name in record:
-      fields.check_text(record, name, where)
+      fields.check_text(record, name, where, images=kind.has_images)
   completions = {name: record[name] for name in kind.completions}
   prompt, completions = split(record.get("prompt"), completions, where)
+  for name, completion in completions.items():
+    if image_parts.sources(completion):
+      raise ValueError(
+        f'{where}: "{name}" holds an image after the prompt; expected images in the '
+        "prompt alone, which is what all completions share. Move it, or drop the record"
+      )
   fields.check_one_form(completions, where)
   return record, Record(kind.name, prompt, completions, {}, record.get("tools"))
 
@@ -373,6 +396,7 @@ SFT = Kind(
   ),
   read=read_sft,
   forms=foreign.FINE_TUNING,
+  has_images=True,
 )
 PAIRS = Kind(
   name="pair",
@@ -384,6 +408,7 @@ PAIRS = Kind(
   completions=("chosen", "rejected"),
   noun="pairs",
   forms=foreign.PAIRS,
+  has_images=True,
 )
 LABELLED = Kind(
   name="labelled",
@@ -391,6 +416,7 @@ LABELLED = Kind(
   read=read_labelled,
   noun="completions",
   forms=foreign.LABELLED,
+  has_images=True,
 )
 ANSWERED = Kind(
   name="answered",
@@ -416,6 +442,7 @@ PROMPT_ROWS = Kind(
   read=read_prompt_row,
   completions=(),
   noun="prompts",
+  has_images=True,
 )
 KINDS = {
   kind.name: kind for kind in (SFT, PAIRS, LABELLED, ANSWERED, PROMPTS, PROMPT_ROWS)

@@ -14,10 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data import chat as chats, records
-from tunix.data.chat import Rendered
-from tunix.data.images import ImageReader
-from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
+from tunix.data import chat as chats, image_parts, records
+from tunix.data.chat import Expand, Rendered
+from tunix.data.images import ImageReader, reference
+from tunix.data.records import (
+  IMAGE_TOKENS_COLUMN,
+  IMAGES_COLUMN,
+  PROMPT_COLUMN,
+  PROMPT_IDS_COLUMN,
+  PROMPT_ROWS,
+  SFT,
+  Kind,
+)
 from tunix.data.turns.reasoning import Reasoning
 from tunix.data.turns.teacher_prompts import TEACHER_PROMPT
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -47,7 +55,7 @@ def render_record(
     record: the record.
     kind: kind that the record is read as.
     tokenizer, where, chat, template_kwargs, reasoning: as for `tokenise`.
-    images, folder: as for `tunix.data.chat.render`; for records of SFT.
+    images, folder: as for `tunix.data.chat.render`; for kinds that may have images.
 
   Raises:
     ValueError: the record is malformed, or nothing of it would be trained; begins with
@@ -59,16 +67,12 @@ def render_record(
     return chats.render(record, tokenizer, reasoning=reasoning, **options)
   read = kind.read(record, where)
   if kind is PROMPT_ROWS:
-    text = chats.prompt_text(read.prompt, tokenizer, **options)
-    # The tokens that rows of fine-tuning have before a completion.
-    prompt = chats.render_completion(read.prompt, None, tokenizer, **options).prompt
-    extra = {PROMPT_COLUMN: text, **read.extra}
-    if not np.array_equal(prompt, tokenizer.tokenize(text, add_eos=False)):
-      extra[PROMPT_IDS_COLUMN] = prompt.tolist()
-    return Rendered(prompt, (), (), extra=extra)
+    return _prompt_row(read, tokenizer, images, folder, **options)
   options["template_kwargs"] = chats.with_tools(read.tools, template_kwargs)
   options["reasoning"] = reasoning
   texts = read.completions
+  sources = image_parts.sources(read.prompt)
+  pictures, options["expand"] = chats.opened(sources, images, folder, where)
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)
   empty = tuple(
     number
@@ -81,7 +85,44 @@ def render_record(
     reads = tokenizer if kind.teacher_tokenizer is None else kind.teacher_tokenizer
     own = tokenise(extra[TEACHER_PROMPT], [], reads, **options)
     extra[TEACHER_PROMPT] = own.prompt
-  return rendered._replace(extra=extra, empty=empty)
+  return rendered._replace(extra=extra, empty=empty, pictures=pictures)
+
+
+def _prompt_row(
+  read: records.Record,
+  tokenizer: TokenizerAdapter,
+  images: ImageReader | None,
+  folder: pathlib.Path | None,
+  *,
+  where: str,
+  **options: Any,
+) -> Rendered:
+  """Returns the prompt of a row; if images are read, the row has their columns."""
+  sources = image_parts.sources(read.prompt)
+  pictures, expand = chats.opened(sources, images, folder, where)
+  options["where"] = where
+  text = chats.prompt_text(read.prompt, tokenizer, **options)
+  # The tokens that rows of fine-tuning have before a completion.
+  prompt = chats.render_completion(
+    read.prompt, None, tokenizer, expand=expand, **options
+  ).prompt
+  extra = {PROMPT_COLUMN: text, **read.extra}
+  is_plain = np.array_equal(prompt, tokenizer.tokenize(text, add_eos=False))
+  if images is not None or not is_plain:
+    extra[PROMPT_IDS_COLUMN] = prompt.tolist()
+  if images is not None:
+    for name in set(image_parts.COLUMNS) & read.extra.keys():
+      raise ValueError(
+        f"{where}: there is a column {name!r} and the prompt has no placeholder of an "
+        'image; expected {"type": "image"} in the messages, or <image> in the text. '
+        "Rename the column if the model is not to see it"
+      )
+    extra[IMAGES_COLUMN] = [
+      reference(source, picture.image, folder)
+      for source, picture in zip(sources, pictures)
+    ]
+    extra[IMAGE_TOKENS_COLUMN] = sum(picture.num_tokens for picture in pictures)
+  return Rendered(prompt, (), (), extra=extra, pictures=pictures)
 
 
 def tokenise(
@@ -93,6 +134,7 @@ def tokenise(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "keep",
+  expand: Expand | None = None,
 ) -> Rendered:
   """Returns the tokens of a prompt and its completions.
 
@@ -106,6 +148,7 @@ def tokenise(
       the tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
     reasoning: see `tunix.data.chat.render`.
+    expand: see `tunix.data.chat.render_completion`.
 
   Raises:
     ValueError: the template is missing or refuses the messages, the prompt is empty, or
@@ -124,7 +167,9 @@ def tokenise(
   source: Any = prompt
   texts: Any = completions
   rows = [
-    chats.render_completion(source, text, tokenizer, reasoning=reasoning, **options)
+    chats.render_completion(
+      source, text, tokenizer, reasoning=reasoning, expand=expand, **options
+    )
     for text in texts or [None]
   ]
   is_plain = isinstance(prompt, str) and not (

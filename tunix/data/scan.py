@@ -15,6 +15,8 @@ from tunix.data.chat import Rendered
 from tunix.data.reading.mixture import describe
 from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
+  IMAGE_TOKENS_COLUMN,
+  IMAGES_COLUMN,
   KINDS,
   PAIRS,
   PROMPT_COLUMN,
@@ -26,7 +28,7 @@ from tunix.data.records import (
 )
 from tunix.data.rows import IMAGE_TOKENS
 from tunix.data.source import Source
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 
 UNIT = 64  # tokens of which widths are multiples
 SCANNED = 1024  # records of a stream that a scan without a limit reads
@@ -121,16 +123,18 @@ class Report:
       "without their reasoning": self.stripped,
     }
     always = ("dropped", "truncated") if kind.name == "sft" else ()
-    total = "a stream of" if self.records is None else f"{self.records:,}"
-    parts = [f"{total} {kind.noun}{part}: {self.kept:,} kept"]
+    streamed = f"a stream of {kind.noun}"
+    total = streamed if self.records is None else kind.counted(self.records)
+    parts = [f"{total}{part}: {self.kept:,} kept"]
     parts += [f"{n:,} {name}" for name, n in counts.items() if n or name in always]
     if self.forms:
       parts.append(f"read as {' and '.join(self.forms)} have them")
     text = ", ".join(parts)
     if kind.name == "sft":
-      text += f"; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
+      tokens = terminal.counted(self.tokens, "token")
+      text += f"; {tokens}, {self.trained_tokens:,} of them trained"
     elif kind.completions:
-      text += f"; {self.tokens:,} tokens of completions"
+      text += f"; {terminal.counted(self.tokens, 'token')} of completions"
     one_row = {"record": "the longest", IMAGE_TOKENS: "the most images"}
     text += "; " + ", ".join(
       one_row.get(what, f"the longest {what}")
@@ -227,7 +231,9 @@ def scan(
   )
   if source.kind is not PROMPT_ROWS:
     return Report(**fields)
-  ours = (PROMPT_COLUMN, PROMPT_IDS_COLUMN)
+  ours = {PROMPT_COLUMN, PROMPT_IDS_COLUMN, IMAGE_TOKENS_COLUMN}
+  if source.images is not None and IMAGE_TOKENS not in longest:
+    ours.add(IMAGES_COLUMN)  # no prompt has an image
   columns = tuple(name for name in extra or () if name not in ours)
   return PromptReport(**fields, columns=columns)
 

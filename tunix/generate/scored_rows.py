@@ -28,6 +28,8 @@ class Rows(NamedTuple):
     completion_mask: True on the tokens to score.
     prompt_routes, completion_routes: the experts of the tokens that a call replays, [B,
       P, M, k] and [B, R, M, k], see experts/route_records.py; or None.
+    images: the argument `images` of the model, one row of images for B / N adjacent
+      rows; or None.
   """
 
   prompts: jax.Array
@@ -36,10 +38,15 @@ class Rows(NamedTuple):
   completion_mask: jax.Array
   prompt_routes: jax.Array | None = None
   completion_routes: jax.Array | None = None
+  images: Any = None
 
   @classmethod
   def checked(
-    cls, *arrays: Any, prompt_routes: object = None, completion_routes: object = None
+    cls,
+    *arrays: Any,
+    prompt_routes: object = None,
+    completion_routes: object = None,
+    images: Any = None,
   ) -> Rows:
     """Checks the shapes of four arrays, in the order of the attributes, and routes.
 
@@ -63,6 +70,7 @@ class Rows(NamedTuple):
     return rows._replace(
       prompts=jnp.where(rows.prompt_mask, prompts, 0),
       completions=jnp.where(rows.extent, completions, 0),
+      images=images,
     )._with_routes(prompt_routes, completion_routes)
 
   def _with_routes(self, prompts: Any, completions: Any) -> Rows:
@@ -76,6 +84,10 @@ class Rows(NamedTuple):
       )
     routes = map(jnp.asarray, (prompts, completions))
     return self._replace(**dict(zip(("prompt_routes", "completion_routes"), routes)))
+
+  def seen(self) -> dict[str, Any]:
+    """Returns the images as an argument of the model; {} without images."""
+    return {} if self.images is None else {"images": self.images}
 
   @property
   def extent(self) -> jax.Array:

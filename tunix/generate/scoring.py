@@ -9,7 +9,7 @@ padding after them. Logits are computed only for the tokens that are scored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ def score_completions(
   prompt_routes: jax.Array | None = None,
   completion_routes: jax.Array | None = None,
   head_ids: jax.Array | None = None,
+  images: Any = None,
 ) -> Scores | HeadScores:
   """Scores completions under softmax(logits / temperature).
 
@@ -110,6 +111,9 @@ def score_completions(
     head_ids: int [B, R, k], further tokens to score at the position of each completion
       token, which makes the result `HeadScores`. They exclude exact mode, and meshes
       that split the tokens of a row.
+    images: images of the prompts, the argument `images` of a `VisionLanguageModel`. B
+      is a multiple of their rows, and adjacent rows share the images of a prompt. In
+      exact mode the tower computes them again for each row.
 
   Raises:
     ValueError: shapes or options contradict each other, dropout is on in exact mode, or
@@ -119,6 +123,7 @@ def score_completions(
     *(prompt_ids, prompt_mask, completion_ids, completion_mask),
     prompt_routes=prompt_routes,
     completion_routes=completion_routes,
+    images=images,
   )
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
   in_place = group_size == 1 and _splits_tokens(model)
@@ -216,6 +221,7 @@ def score_values(
   completion_mask: Mask,
   *,
   group_size: int = 1,
+  images: Any = None,
 ) -> Float[Array, "B R"]:
   """Returns a critic's value before each completion token is chosen.
 
@@ -229,7 +235,9 @@ def score_values(
   Raises:
     ValueError: the model returns more than one number per position.
   """
-  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(
+    prompt_ids, prompt_mask, completion_ids, completion_mask, images=images
+  )
   values = _one_score(critic, _states(critic, rows, group_size))
   return jnp.where(rows.completion_mask, values, 0.0)
 
@@ -240,6 +248,8 @@ def score_sequences(
   prompt_mask: Mask,
   completion_ids: Ids,
   completion_mask: Mask,
+  *,
+  images: Any = None,
 ) -> Float[Array, " B"]:
   """Returns a reward model's score at the last token of each row, float32.
 
@@ -249,11 +259,14 @@ def score_sequences(
   Raises:
     ValueError: the model returns more than one number per position.
   """
-  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(
+    prompt_ids, prompt_mask, completion_ids, completion_mask, images=images
+  )
   lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(rows.extent, axis=1)
   # In `rows.joined` a row begins at slot 0, so its last token is in slot length - 1.
   last = (lengths - 1)[:, None]
-  return _one_score(reward_model, _run(reward_model, rows.joined(), last))[:, 0]
+  out = _run(reward_model, rows.joined(), last, seen=rows.seen())
+  return _one_score(reward_model, out)[:, 0]
 
 
 def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
@@ -291,6 +304,9 @@ def _by_tiles(
   with routing.unlogged(model):
     graph, state = nnx.split(model)
   count = rows.prompts.shape[0]
+  # A tile may have a part of a group.
+  each = lambda x: jnp.repeat(jnp.asarray(x), count // len(x), axis=0)
+  rows = rows._replace(images=jax.tree.map(each, rows.images))
 
   # The last tile is filled with empty rows, whose scores are dropped.
   def cut(x):
@@ -316,7 +332,8 @@ def _states(
   if group_size != 1:
     return _shared_states(model, rows, group_size)
   tokens, routes = rows.joined(tile_tokens), rows.joined_routes(tile_tokens)
-  return _run(model, tokens, rows.predicting_slots(tile_tokens), routes)
+  at = rows.predicting_slots(tile_tokens)
+  return _run(model, tokens, at, routes, rows.seen())
 
 
 def _splits_tokens(model: nnx.Module) -> bool:
@@ -338,21 +355,26 @@ def _scored_in_place(
   """
   tokens = rows.joined(tile_tokens)
   replay = route_records.replayed(model, rows.joined_routes(tile_tokens))
-  states = calling.adapt(model).states(Sequences(tokens, extra=replay))
+  extra = {**replay, **rows.seen()}
+  states = calling.adapt(model).states(Sequences(tokens, extra=extra))
   out = scores(model, states, masks.next_token_targets(tokens))
   at = jnp.clip(rows.predicting_slots(), 0, tokens.shape[1] - 1)
   return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), out)
 
 
 def _run(
-  model: nnx.Module, tokens: jax.Array, at: jax.Array, routes: jax.Array | None = None
+  model: nnx.Module,
+  tokens: jax.Array,
+  at: jax.Array,
+  routes: jax.Array | None = None,
+  seen: Mapping[str, Any] | None = None,
 ) -> jax.Array:
   """Returns hidden states, or logits, at the slots `at` [B, R].
 
   A slot out of range is replaced by the nearest valid slot, and the caller masks its
   score.
   """
-  extra = route_records.replayed(model, routes)
+  extra = {**route_records.replayed(model, routes), **(seen or {})}
   out = calling.adapt(model).states(Sequences(tokens, extra=extra))
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
   return jnp.take_along_axis(out, at[..., None], axis=1)
@@ -382,6 +404,7 @@ def _shared_states(model: nnx.Module, rows: Rows, group_size: int) -> jax.Array:
   if rows.prompt_routes is not None and rows.completion_routes is not None:
     routes = layout.rows(rows.prompt_routes[::group_size], rows.completion_routes)
   extra = {"shared_prompt": layout, **route_records.replayed(model, routes)}
+  extra |= rows.seen()
   out = language_model.states(Sequences(tokens, segment_ids=segments, extra=extra))
   # Each sequence has P prompt states and R completion states. The last prompt state
   # predicts the first completion token, and the last completion state predicts no

@@ -30,6 +30,7 @@ from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+from tunix.sft import inference
 from tunix.utils.setting import known_values
 
 TOKEN_ARRAYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -54,6 +55,8 @@ class TrainExample:
     returns, old_values: float32 [B, R], for a critic.
     prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
     head_ids, head_probs: see `Rollouts`; if they are given, the loss is centered.
+    images: images of the prompts, the argument `images` of the model; the first axis is
+      the prompts, whose rows are adjacent. None without images.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -72,6 +75,7 @@ class TrainExample:
   completion_routes: Any = None
   head_ids: Any = None
   head_probs: Any = None
+  images: Any = None
   group_size: int = dataclasses.field(default=1, metadata={"static": True})
   episode_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -81,8 +85,8 @@ class TrainExample:
     return self.completion_ids.shape[0]
 
   def take(self, rows: Sequence[int] | np.ndarray) -> TrainExample:
-    """Returns the given rows as NumPy arrays."""
-    return jax.tree.map(lambda x: np.asarray(x)[rows], self)
+    """Returns the given rows as NumPy arrays; with images, of whole prompts."""
+    return inference.take(self, np.asarray(rows), self.rows)
 
   def padded_to(self, rows: int) -> TrainExample:
     """Adds copies of the first row with empty masks, which have no weight in a loss."""
@@ -114,6 +118,7 @@ class Rollouts:
     head_ids, head_probs: int32 and float32 [B, R, k], the most likely tokens of the
       distribution that each token was drawn from, and their probabilities, 0 on
       padding; None without `RolloutConfig.center_scores`.
+    images: images of the P prompts, the argument `images` of the model, or None.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -138,6 +143,7 @@ class Rollouts:
   completion_routes: np.ndarray | None = None
   head_ids: np.ndarray | None = None
   head_probs: np.ndarray | None = None
+  images: Any = None
   group_size: int = 1
   episodes: list[Episode] = dataclasses.field(default_factory=list)
   episode_rows: int = 1
@@ -214,6 +220,7 @@ class Rollouts:
       episodes=[self.episodes[i] for i in taken] if self.episodes else [],
       rewards=self.rewards.take(taken),
       scores=self.scores[groups],
+      images=jax.tree.map(lambda x: x[groups], self.images),
       **{name: x[rows] for name, x in self._row_arrays().items()},
     )
 
@@ -265,6 +272,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
     episodes=[episode for part in parts for episode in part.episodes],
     rewards=first.rewards.joined([part.rewards for part in others]),
     scores=np.concatenate([part.scores for part in parts]),
+    images=jax.tree.map(lambda *x: np.concatenate(x), *[p.images for p in parts]),
     **arrays,
   )
 
@@ -323,6 +331,7 @@ def rollouts_of(
   *,
   group_size: int,
   bucketed: bool,
+  images: Any = None,
 ) -> Rollouts:
   """Pads the output of an engine to arrays of fixed widths; rewards are still missing.
 
@@ -333,6 +342,7 @@ def rollouts_of(
     group_size: completions of each prompt.
     bucketed: if True, the width is the smallest power of two that holds the longest
       row, but at most the limit.
+    images: see `Rollouts`.
 
   Raises:
     ValueError: a prompt or completion is longer than the limit.
@@ -344,6 +354,7 @@ def rollouts_of(
     text=out.text,
     finish_reasons=out.finish_reasons,
     group_size=group_size,
+    images=images,
     **row_arrays.of(out.completions(), width, space),
   )
 

@@ -12,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.records import PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN
+from tunix.data.records import (
+  IMAGE_TOKENS_COLUMN,
+  PROMPT_IDS_COLUMN,
+  RAW_PROMPT_COLUMN,
+)
 from tunix.rl.prompts.curriculum import Curriculum
 from tunix.sft.steps.batch_source import BatchSource
 
@@ -26,7 +30,8 @@ class PromptBatch:
   Attributes:
     prompts: P prompts: strings, message lists or lists of token ids.
     columns: P values for each column name. The column "prompt_token_ids" has the ids to
-      sample from, where the text of a prompt is only for reward functions.
+      sample from, where the text of a prompt is only for reward functions. Prompts with
+      images have "images" and "prompt_image_tokens", see `tunix.data.records`.
     number: number of batches that were drawn before this one.
   """
 
@@ -42,7 +47,7 @@ class PromptBatch:
   @property
   def extra(self) -> dict[str, list[Any]]:
     """The columns that reward functions receive."""
-    ours = (PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN)
+    ours = (PROMPT_IDS_COLUMN, RAW_PROMPT_COLUMN, IMAGE_TOKENS_COLUMN)
     return {n: x for n, x in self.columns.items() if n not in ours}
 
   def rows(self) -> list[dict[str, Any]]:

@@ -159,6 +159,7 @@ def policy_loss(
     prompt_routes=example.prompt_routes,
     completion_routes=example.completion_routes,
     head_ids=example.head_ids,
+    images=example.images,
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
   if config.observation_weight:
@@ -392,6 +393,7 @@ def critic_loss(
     example.prompt_mask,
     example.completion_ids,
     example.completion_mask,
+    images=example.images,
   )
   old = None if clip is None else example.old_values
   loss = policy_gradient.value_loss(values, example.returns, old, clip)

@@ -14,8 +14,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.data.images import ImageReader
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
+from tunix.models.images.prompt_images import PromptImages
 from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import inference_worker, metrics, roles, row_arrays, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
@@ -46,6 +48,7 @@ class RLCluster:
     reward: a reward model with one score.
     tokenizer: tokenizer of the actor.
     cluster_config: meshes, engine and batch sizes.
+    images: reads the images of prompts; None: the prompts are text.
     perf_config: conversion of the trace to metrics. If it is given, or
       `training_config.perf_metrics_options` is set, the run is traced.
 
@@ -65,10 +68,11 @@ class RLCluster:
     reward: nnx.Module | str | None = None,
     tokenizer: object,
     cluster_config: ClusterConfig,
+    images: ImageReader | None = None,
     perf_config: PerfMetricsConfig | None = None,
   ):
     config, train = cluster_config, cluster_config.training_config
-    self.cluster_config = config
+    self.cluster_config, self.images = config, images
     self.tokenizer = tokenizer_adapter.adapted(tokenizer)
     placement.check_devices(roles.meshes(config, actor))
     self.actor = roles.placed(config, Role.ACTOR, actor)
@@ -127,6 +131,7 @@ class RLCluster:
     *,
     num_generations: int = 1,
     seed: jax.Array | int | None = None,
+    images: Sequence[PromptImages | None] = (),
   ) -> RolloutOutput:
     """Samples completions of prompts.
 
@@ -138,6 +143,7 @@ class RLCluster:
       micro_batch_size: prompts that are sampled at once; None uses the config's.
       num_generations: completions of each prompt.
       seed: seed or JAX key of this call; None uses the config's seed.
+      images: those of each prompt, whose ids have their tokens; empty without images.
 
     Raises:
       ValueError: there are no prompts.
@@ -154,6 +160,11 @@ class RLCluster:
       self._sync.identify(model)
     key = config.seed if seed is None else seed
     key = jax.random.key(key) if isinstance(key, int) else key
+
+    # Engines of users need not know the argument.
+    def seen(start: int) -> dict[str, Any]:
+      return {"images": images[start : start + size]} if len(images) else {}
+
     parts = [
       self.rollout.generate(
         texts[start : start + size],
@@ -161,6 +172,7 @@ class RLCluster:
         num_generations=num_generations,
         seed=key,
         first_prompt=start,
+        **seen(start),
       )
       for start in range(0, len(texts), size)
     ]
@@ -373,7 +385,7 @@ class RLCluster:
     at_once = None if size is None else size * rows.group_size
     # Only the actor replays the routes of the sampler: the other models were not there.
     names = (*TOKEN_ARRAYS, *row_arrays.ROUTES) if role is Role.ACTOR else TOKEN_ARRAYS
-    arrays = known_values(rows, names)
+    arrays = known_values(rows, (*names, "images"))
     if role is Role.ACTOR:
       actor = self.actor_trainer
       model = actor.averaged() if average else actor.model

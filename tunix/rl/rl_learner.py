@@ -36,6 +36,7 @@ from tunix.rl.experience.experience import Experience, MetricFn
 from tunix.rl.experience.samples import Samples
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
+from tunix.rl.prompts import images
 from tunix.rl.prompts.curriculum import Curriculum
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.schedules import choose as schedules
@@ -75,6 +76,7 @@ class RLLearner(BaseTrainer):
   """
 
   uses_critic: ClassVar[bool] = False
+  reads_hints: ClassVar[bool] = False  # a teacher reads the prompts with a hint
   _main_metric = ("rewards/score/mean", True)
   _cause_of_no_gradient = (
     "probably all completions of a prompt have equal rewards; look at "
@@ -92,6 +94,8 @@ class RLLearner(BaseTrainer):
     episodes: EpisodeConfig | None = None,
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
+    if rl_cluster.images is not None:
+      images.check(rl_cluster, has_env=env is not None, reads_hints=self.reads_hints)
     self._config = rl_cluster.cluster_config.training_config
     self.rl_cluster = rl_cluster
     self.algo_config = algo_config.for_staleness(self._config.staleness)

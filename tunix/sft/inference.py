@@ -22,7 +22,7 @@ Score = Callable[..., jax.Array]
 def run(
   model: nnx.Module,
   score: Score,
-  rows: Mapping[str, np.ndarray],
+  rows: Mapping[str, Any],
   at_once: int | None,
   axes: tuple[str, ...],
   name: str = "scoring",
@@ -31,19 +31,36 @@ def run(
 
   Args:
     model, score, axes, name: see `apply`.
-    rows: arrays whose first axis is the rows. With several processes each of them
-      passes all rows, and gets all results.
-    at_once: rows of one forward pass; None: all. The last pass repeats the last row,
-      so that all passes have one shape.
+    rows: pytrees of arrays whose first axis is the rows; k adjacent rows may share one
+      of an array. The first array has one for each row. With several processes each of
+      them passes all rows, and gets all results.
+    at_once: rows of one forward pass, a multiple of every k; None: all. The last pass
+      repeats the last row, so that all passes have one shape.
   """
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
   for start in range(0, total, size):
     index = np.minimum(np.arange(start, start + size), total - 1)
-    part = {k: x[index] for k, x in rows.items()}
+    part = take(dict(rows), index, total)
     parts.append(apply(model, score, part, axes, whole=True, name=name))
   return np.concatenate([mesh_lib.to_host(part) for part in parts])[:total]
+
+
+def take(arrays: Any, index: np.ndarray, total: int) -> Any:
+  """Returns the elements of some rows of arrays; adjacent rows may share an element.
+
+  Args:
+    arrays: a pytree of arrays of `total` elements, or of a divisor.
+    index: the rows. If k rows share an element, they are in whole groups of k.
+    total: number of all rows.
+  """
+
+  def of_rows(x: Any) -> np.ndarray:
+    k = total // len(x)
+    return np.asarray(x)[index[::k] // k]
+
+  return jax.tree.map(of_rows, arrays)
 
 
 def apply(

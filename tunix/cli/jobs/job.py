@@ -14,6 +14,7 @@ from tunix.cli.make import data as build_data, training
 from tunix.cli.make.data import RunData
 from tunix.cli.make.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings
+from tunix.data.images import ImageReader
 from tunix.data.records import Kind
 from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -36,6 +37,7 @@ class Loaded:
     output_dir: folder of the run; None: nothing is written (a plan, or a call from
       Python without a folder).
     learning_rate: rate or schedule, for the metric of that name.
+    images: reads the images of the records; None: no record has one.
     of_shapes: if True, all models are shapes without weights (a plan).
   """
 
@@ -47,6 +49,7 @@ class Loaded:
   output_dir: pathlib.Path | None
   learning_rate: float | Schedule
   rollout_mesh: Mesh | None = None
+  images: ImageReader | None = None
   of_shapes: bool = False
 
   def training_options(self) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class Job:
     length: function that returns (keys of a row's length, most tokens of a row).
     rollout: function that returns the sampling settings of rows that the trained model
       writes; None if it writes none.
-    notes: function from (config, data) to further lines for the user.
+    notes: function from (config, data) to notes for the user.
     example: function that returns a global batch of the largest shapes, for
       `tunix plan`.
     shorter: function that returns one batch for each shape of rollout that shorter

@@ -32,6 +32,7 @@ from tunix.rl.roles import PER_PROCESS, REMOTE
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import terminal
 from tunix.utils.setting import shared_values
 
 # Metric of the mean reward.
@@ -76,6 +77,7 @@ def build_learner(run: Loaded) -> RLLearner:
   cluster = RLCluster(
     actor=run.model,
     tokenizer=run.tokenizer,
+    images=run.images,
     cluster_config=ClusterConfig(
       role_to_mesh=_meshes(run),
       rollout_engine=config.rollout.engine,
@@ -174,13 +176,13 @@ def _critic(run: Loaded) -> Transformer:
   path = config.rl.critic
   if path is None or path == "actor":
     return create_critic_model(run.model, config.seed, share=True)
-  dtypes = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
-  return _scorer(run, path, **dtypes)
+  options = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
+  return _scorer(run, path, images=config.model.images, **options)
 
 
-def _scorer(run: Loaded, path: str, **dtypes: object) -> Any:
+def _scorer(run: Loaded, path: str, **options: Any) -> Any:
   """Loads a critic or reward model: one score for each position."""
-  return run.models.load(path, num_scores=1, **dtypes)
+  return run.models.load(path, num_scores=1, **options)
 
 
 def _batch(config: RLRun) -> str:
@@ -191,13 +193,14 @@ def _batch(config: RLRun) -> str:
   size, tokens = config.algorithm.num_generations, config.rollout.max_tokens_to_generate
   if config.env is not None:
     names = (*names, config.env)
-    what = f"episodes of at most {config.episode.max_turns} turns and "
+    turns = terminal.counted(config.episode.max_turns, "turn")
+    what = f"{terminal.counted(size, 'episode')} of at most {turns} and "
     tokens = config.episode.max_tokens
   else:
-    what = "completions of at most "
+    what = f"{terminal.counted(size, 'completion')} of at most "
   return (
-    f"{name}: {prompts} prompts x {size} {what}{tokens} tokens, rewarded by "
-    f"{', '.join(names)}"
+    f"{name}: {terminal.counted(prompts, 'prompt')} x {what}"
+    f"{terminal.counted(tokens, 'token')}, rewarded by {', '.join(names)}"
   )
 
 
@@ -253,6 +256,7 @@ _FIRST = {
   "reward.functions": ["exact_match"],
   "rollout.max_prompt_length": 256,
   "rollout.max_tokens_to_generate": 256,
+  "training.max_steps": 200,
 }
 GRPO = Job(
   summary="RL without a critic, with its variants (see algorithm.name)",

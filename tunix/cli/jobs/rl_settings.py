@@ -168,6 +168,8 @@ class RLRun(RunSettings):
     "training.micro_batch_size": "use rl.train_micro_batch_size, which counts prompts",
   }
 
+  reads_images: ClassVar[bool] = True
+
   data: PromptSettings = PromptSettings()
   training: TrainingSettings = dataclasses.field(default=TrainingSettings())
   rollout: RolloutSettings = RolloutSettings()

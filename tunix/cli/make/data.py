@@ -23,11 +23,13 @@ from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings, StreamSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import pipeline
-from tunix.data.batching.prompts import PromptBatches
+from tunix.data.batching.prompts import PromptBatches, with_equal_room
+from tunix.data.images import ImageReader
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import Records
 from tunix.data.reading.stream import Streamed
 from tunix.data.records import (
+  IMAGES_COLUMN,
   PROMPT_COLUMN,
   PROMPT_IDS_COLUMN,
   PROMPT_ROWS,
@@ -58,7 +60,7 @@ def _source(
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
   if isinstance(data, StreamSettings):
     options["reasoning"] = data.reasoning or "error"
-  if kind is SFT:
+  if kind.has_images:
     options["images"] = loading.ModelLoader(config).image_reader()
     options["image_tokens"] = 0 if report is None else report.image_tokens
   layout: Any = layout_type(kind)
@@ -114,6 +116,7 @@ class RunData:
     num_steps: optimizer steps until the run ends; None if not known in advance.
     widths: widths of the rows of "train" and "eval"; empty if only the settings decide
       them.
+    images: reads the images of the records; None: no record has one.
   """
 
   train: Iterable[Any]
@@ -123,6 +126,7 @@ class RunData:
   fingerprints: dict[str, str]
   num_steps: int | None
   widths: dict[str, Widths] = dataclasses.field(default_factory=dict)
+  images: ImageReader | None = None
 
 
 def open_records(config: RunSettings) -> dict[str, Records | Streamed]:
@@ -178,7 +182,10 @@ def scan_records(
     if part.kind is PROMPT_ROWS:
       assert isinstance(part, Records)
       first = part.kind.read(part[0], part.where(0))
-      _check_rewards(config, list(first.extra))
+      columns = dict.fromkeys(first.extra)
+      if loading.ModelLoader(config).image_reader() is not None:
+        columns[IMAGES_COLUMN] = None
+      _check_rewards(config, list(columns))
   reports = {}
   for name, part in records.items():
     holds_rows = kept is not None and part.kind is PROMPT_ROWS
@@ -240,9 +247,9 @@ def build_data(
   }
   prints |= fingerprints.of_config(config)
   reader = loading.ModelLoader(config).image_reader()
-  if reader is not None and any(
-    report.image_tokens != 0 for report in reports.values()
-  ):
+  if all(report.image_tokens == 0 for report in reports.values()):
+    reader = None
+  if reader is not None:
     prints["model"] = fingerprints.digest((prints["model"], reader.fingerprint))
   if not isinstance(config, StreamRun):
     prints |= {"reward_functions": rewards.digest(_reward(config))}
@@ -259,6 +266,7 @@ def build_data(
     fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
     widths={name: choice for name, choice in chosen.items() if choice is not None},
+    images=reader,
   )
 
 
@@ -322,7 +330,8 @@ def _scan_key(
   limits = (settings, source.overlong, source.chat, source.template_args)
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
-  if kind is SFT and (reader := loading.ModelLoader(config).image_reader()) is not None:
+  reader = loading.ModelLoader(config).image_reader() if kind.has_images else None
+  if reader is not None:
     limits = (*limits, reader.fingerprint)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights, *part.later)
@@ -390,32 +399,21 @@ def batches(
   if source.images is not None and report is None:
     report = scan(source, data.scan_limit)
     source = dataclasses.replace(source, image_tokens=report.image_tokens)
-  if source.has_images:
-    _check_rows(data)
   chosen = chosen or choose_widths.choose(config, source, report, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
     options["batches_per_step"] = config.training.micro_batches if training else 1
-  return pipeline.build_batches(source, **options)
-
-
-def _check_rows(data: Any) -> None:
-  """Refuses rows in which records with images share a row or change their order."""
-  settings = {"packing": data.packing, "length_buckets": list(data.length_buckets)}
-  settings["pad_to"] = data.pad_to == "shared" and "shared"
-  for name, value in settings.items():
-    if value:
-      raise ValueError(
-        f"data.{name} is {value!r} and the records have images; expected one record in "
-        "each row, in the order of the data. Leave it out"
-      )
+  with naming({n: f"data.{n}" for n in ("packing", "length_buckets", "pad_to")}):
+    if source.has_images and data.pad_to == "shared":
+      pipeline.check_image_rows(pad_to=data.pad_to)
+    return pipeline.build_batches(source, **options)
 
 
 def _prompt_batches(
   config: RunSettings, records: Records, prompts: Mapping[int, Any], *, training: bool
 ) -> PromptBatches:
-  rows, sizes = list(prompts.values()), config.training
+  rows, sizes = with_equal_room(list(prompts.values())), config.training
   if _env(config) is not None:
     # An environment renders its own observations.
     rows = [_unrendered(records, index, row) for index, row in prompts.items()]

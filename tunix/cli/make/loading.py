@@ -18,6 +18,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, new_tokens, quantization
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
+from tunix.models.vision.model import VisionLanguageModel
 from tunix.utils import text_files
 from tunix.utils.setting import named_values, shared_values
 
@@ -63,6 +64,11 @@ class ModelLoader:
       self.folder()
     else:
       raise ValueError(_NO_MODEL)
+    if source.train_tower and not hasattr(self.sizes(), "image_sizes"):
+      raise ValueError(
+        "model.train_tower is true and the model is loaded without a vision tower. Set "
+        "model.images=true for a model that has one, or leave model.train_tower out"
+      )
 
   def folder(self) -> pathlib.Path:
     """Returns the folder of `model.path`; a hub id is downloaded.
@@ -192,7 +198,8 @@ class ModelLoader:
       FileNotFoundError, ValueError: as for `AutoModel`.
     """
     if path is not None:
-      return self.load(path, dtype=self.config.model.dtype)
+      source = self.config.model
+      return self.load(path, dtype=source.dtype, images=source.images)
     source = self.config.model.path
     if objects.is_name(source) and lora.config_of(objects.get(source)):
       return nnx.clone(objects.get(source))  # its adapters are part of the policy
@@ -203,11 +210,16 @@ class ModelLoader:
     model = self.model()
     return nnx.clone(model) if objects.is_name(source) else model
 
-  def load(self, path: str, **options: Any) -> Transformer:
+  def load(
+    self, path: str, *, images: bool | None = None, **options: Any
+  ) -> Transformer:
     """Loads a further model: a reference, a teacher, a critic or a reward model.
+
+    `model.images` holds for it too, if it has a tower.
 
     Args:
       path: folder or hub id.
+      images: see `AutoModel.from_pretrained`.
       **options: options of AutoModel.
 
     Raises:
@@ -215,11 +227,18 @@ class ModelLoader:
     """
     if objects.is_name(path):
       return objects.get(path)
+    images = self.config.model.images
+    if images and model_folders.image_reader(self._local(path), images) is None:
+      images = None
     if not self.of_shapes:
-      return AutoModel.from_pretrained(path, self.mesh, **options)
+      return AutoModel.from_pretrained(path, self.mesh, images=images, **options)
     assert self.mesh is not None
-    sizes = _with_options(automodel.sizes_of(path), options)
+    sizes = _with_options(automodel.sizes_of(path, images=images), options)
     return automodel.of_shapes(sizes, self.mesh)
+
+  def _local(self, path: str) -> str:
+    """Returns the folder of a hub id; in a plan the id, which is not downloaded."""
+    return path if self.of_shapes else str(automodel.resolve_folder(path))
 
   def _check_object(self) -> None:
     """Refuses an object that is no model of ours, and settings that nothing reads.
@@ -291,7 +310,13 @@ class ModelLoader:
     return model if method is None else quantization.quantize(model, method)
 
   def _adapted(self, model: Transformer) -> Transformer:
-    """Adds the embeddings of new tokens, which an object has already, and adapters."""
+    """Adds the embeddings of new tokens, which an object has already, and adapters.
+
+    Unfreezes the tower if the configuration says so.
+    """
+    if self.config.model.train_tower:
+      assert isinstance(model, VisionLanguageModel)  # see `check`
+      model.train_tower()
     ids, config = self._new_ids(), self.config.lora
     if not objects.is_name(self.config.model.path):
       model = self._with_rows(model, ids)

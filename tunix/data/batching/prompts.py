@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tunix.data.chat import Rendered
-from tunix.data.records import PROMPT_COLUMN
-from tunix.data.rows import Overlong
+from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN, PROMPT_COLUMN
+from tunix.data.rows import IMAGE_TOKENS, Overlong
 from tunix.utils import checks
 
 Row = dict[str, Any]
@@ -65,8 +65,11 @@ class PromptText:
     )
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
-    """Returns the number of tokens of the prompt."""
-    return {"prompt": len(rendered.prompt)}
+    """Returns the number of tokens of the prompt, and of its images if it has any."""
+    lengths = {"prompt": len(rendered.prompt)}
+    if rendered.pictures:
+      lengths[IMAGE_TOKENS] = sum(image.num_tokens for image in rendered.pictures)
+    return lengths
 
   def tokens(self, rendered: Rendered) -> int:
     """Returns 0: reports count tokens of completions."""
@@ -89,6 +92,21 @@ class PromptText:
     """Returns a list for each column of rows `first` to `first + count`."""
     del names, pad_id
     return as_columns(elements[first : None if count is None else first + count])
+
+
+def with_equal_room(rows: Sequence[Row]) -> list[Row]:
+  """Returns prompts that all have room for the most image tokens of one of them.
+
+  If no prompt has an image, the columns of images are left out.
+  """
+  most = max((row.get(IMAGE_TOKENS_COLUMN, 0) for row in rows), default=0)
+  if most:
+    return [{**row, IMAGE_TOKENS_COLUMN: most} for row in rows]
+  columns = (IMAGES_COLUMN, IMAGE_TOKENS_COLUMN)
+  has_columns = any(IMAGE_TOKENS_COLUMN in row for row in rows)
+  return [
+    {k: v for k, v in row.items() if not (has_columns and k in columns)} for row in rows
+  ]
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -258,6 +258,7 @@ class Engine:
     s.finish_reason = reason
     if s.failure is not None:
       s.ticket.put(s.failure)
+      self._requests.cancel(s.ticket)  # its other completions
     self._requests.end(s)
 
   def _take_arrivals(self) -> None:

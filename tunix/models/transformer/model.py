@@ -106,7 +106,7 @@ class Transformer(DecoderLayers):
         both directions (the parts of an image). See `Visibility`.
       shared_prompt: layout of rows that hold a prompt and several completions of it.
         A completion does not attend to another one. `segment_ids` are then 0 on padding
-        and 1 on tokens. Not with a cache, a mask or groups.
+        and 1 on tokens. Not with a cache or a mask; groups are of the prompt alone.
       expert_choice: numbers of the experts that each layer's tokens use, as an earlier
         call recorded them (see `routing`); None lets the routers choose.
       return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
@@ -121,7 +121,7 @@ class Transformer(DecoderLayers):
         number of dimensions.
     """
     c = self.config
-    _check_call(cache, attention_mask, segment_ids, groups, shared_prompt)
+    _check_call(cache, attention_mask, segment_ids, shared_prompt)
     index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
     if cache is not None:
       index = index + cache.index
@@ -272,7 +272,7 @@ class Transformer(DecoderLayers):
     )
 
 
-def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> None:
+def _check_call(cache, attention_mask, segment_ids, shared_prompt) -> None:
   """Refuses arguments that cannot be combined."""
   if segment_ids is not None and (cache is not None or attention_mask is not None):
     raise ValueError(
@@ -284,12 +284,12 @@ def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> No
       f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
       "where a query may attend to a key; None means causal"
     )
-  excluded = {"a cache": cache, "an attention_mask": attention_mask, "groups": groups}
+  excluded = {"a cache": cache, "an attention_mask": attention_mask}
   present = [name for name, value in excluded.items() if value is not None]
   if shared_prompt is not None and present:
     raise ValueError(
-      f"a shared_prompt cannot be combined with {' or '.join(present)} (images make "
-      "groups): give every completion a row of its own"
+      f"a shared_prompt cannot be combined with {' or '.join(present)}: give every "
+      "completion a row of its own"
     )
 
 

@@ -133,17 +133,18 @@ class Visibility:
   def of_prompt(self) -> Visibility:
     """Returns the visibility of a shared prompt's tokens among themselves."""
     assert self.shared is not None
-    ids = self.segment_ids
+    ids, groups = self.segment_ids, self.groups
     return Visibility(
       self.query_index[: self.shared.prompt],
       segment_ids=None if ids is None else self.shared.prompts(ids),
+      groups=None if groups is None else self.shared.prompts(groups),
       aligned=True,
     )
 
   def of_completions(self) -> Visibility:
     """Returns the visibility of the completions of shared prompts, one per row.
 
-    A completion attends to its prompt and to itself.
+    A completion attends to its prompt and to itself, and its tokens are in no group.
     """
     shared, ids = self.shared, self.segment_ids
     assert shared is not None

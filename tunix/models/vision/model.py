@@ -53,7 +53,8 @@ class VisionLanguageModel(Transformer):
       input_tokens, positions, cache, attention_mask, segment_ids, options: see
         `Transformer.__call__`. With a cache, a call must hold all tokens of its images.
       images: the images of the batch or of its rows, see `image_features`, in the order
-        of the soft tokens. Images by row stay with their rows when a batch is cut. Rows
+        of the soft tokens. Images by row stay with their rows when a batch is cut; k
+        adjacent rows of tokens may share a row of images, see `scatter_images`. Rows
         with too few images become NaN; `soft_tokens.check_images` finds them before the
         call. None looks soft tokens up like any other token.
 

@@ -58,7 +58,9 @@ def scatter_images(
 
   Features [n, S, D] belong to the batch: the first S soft tokens, row by row, get the
   first image, and so on. Features [B, M, S, D] belong to rows: the M images of a row
-  stay with it when a batch is cut into micro-batches or spread over devices.
+  stay with it when a batch is cut into micro-batches or spread over devices. If there
+  are k times as many rows of tokens, k adjacent ones have the same images: the vectors
+  are repeated, and the tower computes them once.
 
   Surplus features are not used: blank images keep shapes equal. If there are too few,
   every soft token (of that row) becomes NaN. Nothing can raise inside a jitted step,
@@ -71,7 +73,7 @@ def scatter_images(
     image_token_id: id of a soft token.
 
   Raises:
-    ValueError: features by row have another number of rows than the tokens.
+    ValueError: the rows of the features do not divide those of the tokens.
   """
   rows, _, dim = embeddings.shape
   is_image = tokens == image_token_id
@@ -81,12 +83,13 @@ def scatter_images(
       embeddings.reshape(-1, dim), is_image.reshape(-1), features.reshape(-1, dim)
     )
     return flat.reshape(embeddings.shape)
-  if features.shape[0] != rows:
+  if not features.shape[0] or rows % features.shape[0]:
     raise ValueError(
       f"image_features have shape {features.shape}, expected {rows} rows of images as "
-      "there are rows of tokens: pad rows with blank images"
+      "there are rows of tokens, or a divisor: pad rows with blank images"
     )
-  by_row = features.reshape(rows, math.prod(features.shape[1:3]), dim)
+  by_row = features.reshape(len(features), math.prod(features.shape[1:3]), dim)
+  by_row = jnp.repeat(by_row, rows // len(features), axis=0)
   return jax.vmap(_fill)(embeddings, is_image, by_row)
 
 

@@ -25,6 +25,7 @@ from tunix.rl.experience import episodes as episodes_lib
 from tunix.rl.experience.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
+from tunix.rl.prompts import images
 from tunix.rl.reward.judge import costs_of
 from tunix.rl.reward.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
@@ -261,7 +262,14 @@ class Experience:
       phases.add("env_wait", source.take_waited())
       self._note_exchange(phases)
       return rollouts
-    out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
+    seen = images.read(cluster.images, batch)
+    out = cluster.generate(
+      batch.inputs,
+      mode=mode,
+      num_generations=group,
+      seed=key,
+      images=() if seen is None else seen.prompts,
+    )
     self._note_exchange(phases)
     return common.rollouts_of(
       out,
@@ -269,6 +277,7 @@ class Experience:
       cluster.cluster_config.rollout(mode),
       group_size=group,
       bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+      images=None if seen is None else seen.rows,
     )
 
   def _note_exchange(self, phases: Phases) -> None:
@@ -353,6 +362,7 @@ class Experience:
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
       **named_values(rollouts, row_arrays.RECORDED),
+      images=rollouts.images,
       group_size=rollouts.group_size if self._shares(rollouts) else 1,
       episode_rows=rollouts.episode_rows,
       **fields,

@@ -97,6 +97,7 @@ class SDPOLearner(GRPOLearner):
   The arguments are those of RLLearner. The prompts must be texts or messages.
   """
 
+  reads_hints = True
   algo_config: SDPOConfig
 
   def __init__(

@@ -20,6 +20,7 @@ from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import COLUMNS, Completion
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
@@ -265,6 +266,7 @@ class BaseRollout(abc.ABC):
     num_generations: int = 1,
     seed: jax.Array | int | None = None,
     first_prompt: int = 0,
+    images: Sequence[PromptImages | None] = (),
   ) -> RolloutOutput:
     """Returns `num_generations` completions of each prompt.
 
@@ -275,6 +277,7 @@ class BaseRollout(abc.ABC):
       seed: an int or a jax.random key; None: the seed of `rollout_config`.
       first_prompt: number of the first prompt. A batch that is sampled in parts with
         one seed then draws the same tokens as in one call.
+      images: those of each prompt, given only if prompts have images.
     """
 
   def session(

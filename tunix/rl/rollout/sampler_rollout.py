@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.outputs import fill_id
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 
@@ -33,6 +34,7 @@ class SamplerRollout(BaseRollout):
     num_generations: int = 1,
     seed: jax.Array | int | None = None,
     first_prompt: int = 0,
+    images: Sequence[PromptImages | None] = (),
   ) -> RolloutOutput:
     """Returns `num_generations` completions of each prompt; see `BaseRollout.generate`.
 
@@ -60,6 +62,7 @@ class SamplerRollout(BaseRollout):
       "return_logprobs": True,
       # Not False: samplers of users need not know the option.
       **({"return_routes": True} if c.replay_routes else {}),
+      **({"images": images} if len(images) else {}),
       **self._options,
     }
     return self._output(ids, c.max_tokens_to_generate, options)

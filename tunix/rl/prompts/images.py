@@ -1,0 +1,114 @@
+"""The images of prompts: their pixels, and what cannot be combined with them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tunix.data.images import ImageReader
+from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN
+from tunix.models import calling
+from tunix.models.images.prompt_images import PromptImages
+from tunix.rl.pipeline import PromptBatch
+from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout
+from tunix.sft.metrics_logger import Mode
+
+
+class Seen(NamedTuple):
+  """The images of a batch of prompts.
+
+  Attributes:
+    prompts: those of each prompt, as samplers take them.
+    rows: those of all prompts, the argument `images` of the model, [P, ...].
+  """
+
+  prompts: Sequence[PromptImages | None]
+  rows: Any
+
+
+def read(reader: ImageReader | None, batch: PromptBatch) -> Seen | None:
+  """Reads the images of a batch; None if its prompts have no columns of images.
+
+  Args:
+    reader: the reader of the cluster.
+    batch: prompts of `tunix.data.questions.build_prompts`, or of the command.
+
+  Raises:
+    ValueError: there is no reader; or an image is missing or damaged, or has another
+      number of tokens than when the prompts were made.
+  """
+  if (rooms := batch.columns.get(IMAGE_TOKENS_COLUMN)) is None:
+    return None
+  if reader is None:
+    raise ValueError(
+      "the prompts have images and the cluster has no reader: give RLCluster images=, "
+      "an ImageReader"
+    )
+
+  def one(number: int) -> PromptImages | None:
+    where = f"prompt {number} of batch {batch.number}"
+    pictures = reader.open(batch.columns[IMAGES_COLUMN][number], None, where)
+    reader.check(np.asarray(batch.inputs[number]), pictures)
+    return reader.prompt(pictures, max(rooms))
+
+  # Pillow and NumPy let other threads run.
+  with futures.ThreadPoolExecutor() as pool:
+    prompts = list(pool.map(one, range(len(rooms))))
+  blank = reader.row((), max(rooms))
+  rows = [blank if prompt is None else prompt.pixels for prompt in prompts]
+  return Seen(prompts, jax.tree.map(lambda *x: np.stack(x), *rows))
+
+
+def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
+  """Checks a cluster that reads images.
+
+  Args:
+    cluster: the models and their settings.
+    has_env: True if environments make the prompts.
+    reads_hints: True if a teacher reads the prompts with a hint.
+
+  Raises:
+    ValueError: a setting cannot be combined with images, or a model reads text alone.
+  """
+  schedule = cluster.cluster_config.training_config.schedule
+  engine, ours = type(cluster.rollout), (VanillaRollout, PaddedRollout)
+  replays = cluster.cluster_config.rollout(Mode.TRAIN).replay_routes
+  for is_set, what, remedy in (
+    (has_env, "env is set", "leave env out"),
+    (reads_hints, "the algorithm is SDPO", "use another algorithm"),
+    (schedule != "sync", f"schedule is {schedule!r}", "set schedule to sync"),
+    (
+      engine not in ours,
+      f"rollout_engine is {engine.__name__}",
+      'set rollout_engine to "vanilla" or "padded"',
+    ),
+    (replays, "replay_routes is True", "set replay_routes to False"),
+  ):
+    if is_set:
+      raise ValueError(
+        f"{what} and prompts have images, which is not combined yet: {remedy}, or "
+        "leave the images out"
+      )
+  models = {"actor": cluster.actor, "critic": cluster.critic}
+  models |= {"reference": cluster.reference, "reward model": cluster.reward}
+  for role, model in models.items():
+    if model is not None and not reads_images(model):
+      raise ValueError(
+        f"the {role} is a {type(model).__name__}, which reads text alone, and prompts "
+        "have images: load it with images=True (model.images), or leave the images out"
+      )
+
+
+def reads_images(model: nnx.Module) -> bool:
+  """Returns True if a model's call takes images."""
+  return "images" in calling.call_parameters(model)
+
+
+def can_share_prompts(model: nnx.Module) -> bool:
+  """Returns True if rows with images can share their prompt, see `SharedPrompt`."""
+  return not getattr(model, "attends_within_images", False)
