@@ -1,7 +1,5 @@
 """Prompts with images: the padded sampler and the engine against full recomputation."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from tests import toys, toys_images
 from tunix.data.images import ImageReader
 from tunix.data.turns.spans import Segment
+from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
@@ -21,7 +20,7 @@ from tunix.models.images.prompt_images import PromptImages, stacked
 
 STEPS = 6
 # Pictures of each prompt, by their seeds; a prompt without pictures is among them.
-PICTURES = ((1,), (), (2, 3), (2,))
+PICTURES = ((1,), (), (2, 3))
 
 
 @pytest.fixture(scope="module", params=toys_images.NAMES)
@@ -32,7 +31,7 @@ def toy(request, tmp_path_factory):
   model, tokenizer = toys_images.load(folder), toys_images.tokenizer(name)
   reader = ImageReader(folder, model.config)
   prompts, images = [], []
-  for number, seeds in enumerate(PICTURES):
+  for number, seeds in enumerate([*PICTURES, (4,)]):
     levels = [
       np.random.default_rng(s).integers(0, 256, (20, 40, 3), np.uint8) for s in seeds
     ]
@@ -43,36 +42,68 @@ def toy(request, tmp_path_factory):
     )
     prompts.append(np.asarray(tokenizer.encode(segment.text), np.int32))
     images.append(reader.prompt(pictures))
-  return model, tokenizer, prompts, images
+  *images, other = images
+  return model, tokenizer, prompts[:-1], images, other
 
 
-def recomputed(model, prompt, images):
-  """The greedy tokens, by the model's call on the whole row for each of them."""
-  row, soft = list(prompt), model.config.soft_token
+def check(model, prompt, images, drawn):
+  """Compares a completion with the model's call on the whole row, without a cache."""
+  row = jnp.asarray(np.concatenate([prompt, drawn.ids])[None])
   pixels = stacked([images])
-  run = jax.jit(lambda tokens: model(tokens, images=pixels)[0])
-  out = []
-  for _ in range(STEPS):
-    padded = np.zeros((1, len(prompt) + STEPS), np.int32)  # later tokens are not seen
-    padded[0, : len(row)] = row
-    logits = np.array(run(jnp.asarray(padded))[0, len(row) - 1])
-    logits[soft] = -np.inf
-    row.append(int(logits.argmax()))
-    out.append(row[-1])
-  return out
+  logits = np.array(jax.jit(lambda x: model(x, images=pixels)[0])(row)[0])
+  logits = logits[len(prompt) - 1 : -1]
+  logps = jax.nn.log_softmax(logits)[np.arange(len(drawn.ids)), drawn.ids]
+  np.testing.assert_allclose(drawn.logps, logps, rtol=0, atol=1e-5)
+  logits[:, toys_images.SOFT] = -np.inf
+  return logits.argmax(1).tolist()
 
 
-@pytest.fixture(scope="module")
-def expected(toy):
-  model, _, prompts, images = toy
-  return [recomputed(model, *row) for row in zip(prompts, images)]
-
-
-def test_the_padded_sampler_equals_recomputation(toy, expected):
-  model, tokenizer, prompts, images = toy
+def test_the_padded_sampler_equals_recomputation(toy):
+  model, tokenizer, prompts, images, other = toy
   sample = Sampler(model, tokenizer)
-  out = sample(prompts, STEPS, images=images, eos_tokens=(), num_samples=2)
-  assert [list(x) for x in out.tokens] == [x for x in expected for _ in range(2)]
+  options = SamplingOptions(
+    max_generation_steps=STEPS,
+    images=images,
+    eos_tokens=(),
+    num_samples=2,
+    return_logprobs=True,
+  )
+  rows = sample.complete(prompts, options)
+  for number, drawn in enumerate(rows):
+    found = check(model, prompts[number // 2], images[number // 2], drawn)
+    assert found == drawn.ids.tolist()
+  # Without the pixels, the same tokens have other log-probs.
+  with pytest.raises(AssertionError, match="Not equal to tolerance"):
+    check(model, prompts[0], other, rows[0])
+
+
+def test_the_engine_equals_recomputation_and_shares_equal_images_alone(toy):
+  """Rounds of 20 tokens in pages of 4 cut the prompts, but no image of Gemma 3."""
+  model, tokenizer, prompts, images, other = toy
+  sizes = {"slots": 3, "max_tokens": 64, "page_tokens": 4, "prefill_tokens": 20}
+  engine = Engine(model, tokenizer, EngineConfig(rounds=4, **sizes))
+
+  def run(prompt, images, **options):
+    asked = request(prompt, images, temperature=1.0, seed=1, logprobs=True, **options)
+    [rows] = engine.run([asked])
+    for drawn in rows:
+      check(model, prompt, images, drawn)
+    return [x.ids.tolist() for x in rows]
+
+  def cached(images):
+    before = engine.stats().prefix_hit_tokens
+    drawn = run(prompts[0], images)
+    return engine.stats().prefix_hit_tokens - before, drawn
+
+  for prompt, pictures in zip(prompts, images):
+    run(prompt, pictures, num_samples=2)
+  # The same image twice shares its pages; another one with the same tokens does not.
+  length, first = len(prompts[0]), int(np.argmax(prompts[0] == toys_images.SOFT))
+  _, drawn = cached(images[0])
+  again = PromptImages(images[0].pixels, images[0].counts, images[0].digests)
+  assert cached(again) == ((length - 1) // 4 * 4, drawn)
+  assert cached(other)[0] == first // 4 * 4
+  engine.audit()
 
 
 def request(prompt, images, **options):
@@ -81,32 +112,8 @@ def request(prompt, images, **options):
   )
 
 
-def test_the_engine_equals_recomputation_and_shares_equal_images_alone(toy, expected):
-  """Rounds of 20 tokens in pages of 4 cut the prompts, but no image of Gemma 3."""
-  model, tokenizer, prompts, images = toy
-  sizes = {"slots": 3, "max_tokens": 64, "page_tokens": 4, "prefill_tokens": 20}
-  engine = Engine(model, tokenizer, EngineConfig(rounds=4, **sizes))
-
-  def run(prompt, images, **options):
-    ticket = engine.submit(request(prompt, images, **options))
-    while engine.step():
-      pass
-    return [list(x.ids) for x in engine.collect(ticket)], ticket.cached_tokens
-
-  drawn = [run(*row, num_samples=2)[0] for row in zip(prompts, images)]
-  assert drawn == [[x, x] for x in expected]
-  # The same image twice shares its pages; another one with the same tokens does not.
-  length, first = len(prompts[0]), int(np.argmax(prompts[0] == toys_images.SOFT))
-  again = PromptImages(*dataclasses.astuple(images[0]))
-  assert run(prompts[0], again) == ([expected[0]], (length - 1) // 4 * 4)
-  other, cached = run(prompts[0], images[3])
-  assert cached == first // 4 * 4
-  assert other == [recomputed(model, prompts[0], images[3])]
-  engine.audit()
-
-
 def test_the_engine_sampler_equals_the_padded_one(toy):
-  model, tokenizer, prompts, images = toy
+  model, tokenizer, prompts, images, _ = toy
   options = {"images": images, "temperature": 1.0, "seed": 1, "return_logprobs": True}
   one, two = (
     kind(model, tokenizer)(prompts, STEPS, **options)
@@ -119,7 +126,7 @@ def test_the_engine_sampler_equals_the_padded_one(toy):
 
 
 def test_what_is_refused(toy):
-  model, tokenizer, prompts, images = toy
+  model, tokenizer, prompts, images, _ = toy
   sample = Sampler(model, tokenizer)
 
   def message(call, *arguments, **options):
@@ -127,7 +134,9 @@ def test_what_is_refused(toy):
       call(*arguments, **options)
     return str(caught.value)
 
-  found = message(sample, [prompts[0][:-20]], STEPS, images=images[:1])
+  first = int(np.argmax(prompts[0] == toys_images.SOFT))
+  cut = np.delete(prompts[0], first)
+  found = message(sample, [cut], STEPS, images=images[:1])
   assert "image tokens (id 79) and images of" in found
   found = message(sample, prompts[:2], STEPS, images=[None, images[0]])
   assert "images of [] tokens" in found

@@ -163,6 +163,10 @@ class ImageReader:
       Segment(re.sub(mark, lambda _: next(texts), s.text), s.trained) for s in segments
     ]
 
+  def expand_text(self, pictures: Sequence[Picture], text: str) -> str:
+    """Replaces the placeholders of a rendered prompt, see `expand`."""
+    return self.expand(pictures, [Segment(text, False)])[0].text
+
   def check(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> None:
     """Refuses a row whose soft tokens are not those of its images.
 

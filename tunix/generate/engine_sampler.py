@@ -212,9 +212,7 @@ class EngineSampler(BaseSampler):
       record_routes: see `EngineConfig`.
       images: True if prompts may have images.
     """
-    config = self._config(
-      slots, max_tokens, record_routes=record_routes, images=images
-    )
+    config = self._config(slots, max_tokens, record_routes=record_routes, images=images)
     try:
       yield self._ready_for(config)
     finally:
@@ -232,9 +230,7 @@ class EngineSampler(BaseSampler):
 
     The arguments are those of `session`.
     """
-    config = self._config(
-      slots, max_tokens, record_routes=record_routes, images=images
-    )
+    config = self._config(slots, max_tokens, record_routes=record_routes, images=images)
     model = nnx.clone(self.transformer)
     return Engine(model, self.tokenizer, config, self.gather_weights), model
 

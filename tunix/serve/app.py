@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from tunix.data.images import ImageReader
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve import admin, status
@@ -30,6 +31,7 @@ from tunix.serve.openai import calls, tokens
 from tunix.serve.openai.chat import ChatJob
 from tunix.serve.openai.completions import CompletionJob
 from tunix.serve.openai.context import Context, Grammars, LoadModel
+from tunix.serve.openai.images import read_size
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 
@@ -49,6 +51,7 @@ def make_app(
   *,
   grammars: Grammars | None = None,
   load_model: LoadModel | None = None,
+  images: ImageReader | None = None,
   more: More | None = None,
 ) -> Any:
   """Returns the application of a server.
@@ -60,6 +63,8 @@ def make_app(
       `response_format` are refused.
     load_model: loads the model of a checkpoint folder; None: `/update_weights` is
       refused.
+    images: reader of images, for a model with a vision tower; None: requests with
+      images are refused.
     more: returns further ASGI applications by (method, path), given the context.
 
   Returns:
@@ -69,7 +74,7 @@ def make_app(
     ImportError: a package of the extra `serve` is missing.
   """
   settings = ServeSettings() if settings is None else settings
-  context = Context(driver, settings, grammars, load_model)
+  context = Context(driver, settings, grammars, load_model, images)
   return application(_ROUTES, context, more=None if more is None else more(context))
 
 
@@ -123,7 +128,7 @@ async def _generate(call: Call, context: Context) -> Answer | Stream:
 
 
 async def _tokenize(call: Call, context: Context) -> Answer:
-  work = context.readers.run(call.size, tokens.tokenize, call, context)
+  work = context.readers.run(read_size(call), tokens.tokenize, call, context)
   return await calls.within(context.clock(), work)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tunix.data.images import ImageReader
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve.app import More, make_app
@@ -86,6 +87,7 @@ def serve(
   *,
   grammars: Grammars | None = None,
   load_model: LoadModel | None = None,
+  images: ImageReader | None = None,
   on_start: Callable[[str], None] | None = None,
   more: More | None = None,
   on_stop: Callable[[], None] = lambda: None,
@@ -97,7 +99,7 @@ def serve(
     driver: the driver of the engine.
     settings: address, access and limits.
     grammars: see `make_app`.
-    load_model: see `make_app`.
+    load_model, images: see `make_app`.
     on_start: see `make_server`.
     more: see `make_app`.
     on_stop: called after the last answer, in a thread, while the driver stops.
@@ -115,7 +117,12 @@ def serve(
     ends.callback(driver.stop, timeout=_STOP)
     ends.callback(stopping.start)
     app = make_app(
-      driver, settings, grammars=grammars, load_model=load_model, more=more
+      driver,
+      settings,
+      grammars=grammars,
+      load_model=load_model,
+      images=images,
+      more=more,
     )
     server = make_server(app, settings, on_start)
     if ends_process:

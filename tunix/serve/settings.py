@@ -126,6 +126,7 @@ class ServeSettings(HttpSettings):
     tool_format: how the model writes tool calls. "auto": read off the chat template.
     split_reasoning: return the text between <think> and </think> in a field of its own.
     max_prompt_tokens: longest prompt; None: the limit of the engine.
+    max_image_pixels: largest number of pixels of all images of a request together.
     max_choices: largest number of completions of one request: prompts times `n`.
     max_concurrent: requests that the engine works on at the same time.
     admin_timeout: longest time of a pause, a change of adapters or of weights, in
@@ -140,6 +141,7 @@ class ServeSettings(HttpSettings):
   tool_format: ToolFormat = "auto"
   split_reasoning: bool = True
   max_prompt_tokens: int | None = None
+  max_image_pixels: int = 2**25
   max_choices: int = 128
   admin_timeout: float = 600.0
 
@@ -148,6 +150,7 @@ class ServeSettings(HttpSettings):
     checks.fields(
       self,
       max_prompt_tokens=checks.COUNT,
+      max_image_pixels=checks.COUNT,
       max_choices=checks.COUNT,
       admin_timeout=checks.POSITIVE,
     )

@@ -12,6 +12,7 @@ from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
+from tunix.data.images import ImageReader, Picture
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.sizes import text_size
 from tunix.models import calling
@@ -29,6 +30,7 @@ class GenerateOptions(Samples, ModelOptions):
     prompt_file: a prompt a line, or {"prompt": text} in a .jsonl file; "-" is standard
       input.
     chat: renders each prompt as a user's turn.
+    image: image file before the text of each turn; needs `chat`.
     beam_size: number of beams of a beam search; null: no beams.
     length_penalty: above 1, longer beams win more often.
     stream: prints one completion token by token.
@@ -39,6 +41,7 @@ class GenerateOptions(Samples, ModelOptions):
   prompt: tuple[str, ...] = ()
   prompt_file: str | None = setting(None, path="read")
   chat: bool = False
+  image: tuple[str, ...] = setting((), repeats=True)
   beam_size: int | None = None
   length_penalty: float | None = None
   stream: bool = False
@@ -50,6 +53,11 @@ class GenerateOptions(Samples, ModelOptions):
       raise ValueError(
         f"expected --prompt or --prompt_file, found {'both' if self.prompt else 'none'}"
         "; give one of them"
+      )
+    if self.image and not self.chat:
+      raise ValueError(
+        "--image is given without --chat; add it: the chat template says where an "
+        "image stands"
       )
     several = len(self.prompt) != 1 or (self.num_samples or 1) > 1
     if self.stream and (several or self.json):
@@ -84,12 +92,19 @@ def main(argv: Sequence[str]) -> None:
       "--chat is given, but the tokenizer has no chat template; omit it, or put a "
       "chat_template.jinja into the model's folder"
     )
-  model = model_folders.load_model(folder, adapter, args.dtype)
+  reader, pictures = _pictures(args, folder)
+  model = model_folders.load_model(
+    folder, adapter, args.dtype, images=True if args.image else None
+  )
   if (most := calling.config_value(model, "max_position")) is not None:
     text_size.check(texts, most, "Shorten the prompt, or choose another model")
   if args.chat:
-    turns = [[{"role": "user", "content": text}] for text in texts]
+    turns = [[{"role": "user", "content": _content(text, pictures)}] for text in texts]
     prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
+  if reader is not None:
+    rendered = map(tokenizer.apply_chat_template, turns)
+    prompts = [tokenizer.encode(reader.expand_text(pictures, x)) for x in rendered]
+    options["images"] = [reader.prompt(pictures)] * len(texts)
   sampler: Any = sampler_of(model, tokenizer, frozen=True)
   steps = args.max_new_tokens
   if steps is None:
@@ -112,6 +127,32 @@ def main(argv: Sequence[str]) -> None:
     if len(output.text) > 1:
       print(terminal.shown(f"--- {prompt}"))
     print(terminal.shown(text))
+
+
+def _pictures(
+  args: GenerateOptions, folder: str
+) -> tuple[ImageReader | None, Sequence[Picture]]:
+  """Opens the images of `--image`; the reader is None if there are none.
+
+  Raises:
+    ValueError: the model reads text only, or an image cannot be read.
+  """
+  if not args.image:
+    return None, ()
+  reader = model_folders.image_reader(folder, True)
+  if reader is None:
+    raise ValueError(
+      f"--image is given, and {folder} is no folder of a model that reads images; see "
+      "docs/guides/images.md for the families"
+    )
+  return reader, reader.open(args.image, None, "--image")
+
+
+def _content(text: str, pictures: Sequence[Picture]) -> Any:
+  """Returns the content of a turn: text, after its images if there are some."""
+  if not pictures:
+    return text
+  return [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
 
 
 def _read_prompts(name: str) -> list[str]:

@@ -15,6 +15,7 @@ from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.export import Dtype
 from tunix.cli.settings.options import Section, Values
+from tunix.data.images import ImageReader
 from tunix.generate.decoders import decoders
 from tunix.generate.engine import replicas
 from tunix.generate.engine.config import EngineConfig
@@ -44,6 +45,8 @@ class ServeOptions:
     adapter: NAME=FOLDER of PEFT's form; requests choose it as model NAME.
     tokenizer: folder of the tokenizer; null: that of the model.
     dtype: dtype of the computation; null: that of the checkpoint.
+    images: loads the vision tower; null: see docs/guides/images.md. Without it,
+      requests with images are refused.
     replicas: engines, each on its own devices.
     tp: devices that split the weights of a replica.
     draft_model: small model with the same tokenizer, whose tokens the model checks.
@@ -54,6 +57,7 @@ class ServeOptions:
   adapter: tuple[str, ...] = setting((), repeats=True)
   tokenizer: str | None = setting(None, path="read")
   dtype: Dtype | None = None
+  images: bool | None = None
   replicas: int = 1
   tp: int = 1
   draft_model: str | None = setting(None, path="read")
@@ -122,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
 
   def load(path: str | pathlib.Path, adapter: str | None = None) -> Transformer:
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
-      return model_folders.load_model(str(path), adapter, args.dtype)
+      return model_folders.load_model(str(path), adapter, args.dtype, args.images)
 
   model = load(folder, own)
   config = _within_positions(config, values, model)
@@ -152,6 +156,7 @@ def main(argv: Sequence[str]) -> None:
     grammars=grammars,
     # Adapters in training belong to the base that the service was started with.
     load_model=load if service is None else None,
+    images=_image_reader(folder, args.images),
     # A program that starts the server reads this line from a pipe.
     on_start=lambda address: print(ready, address, flush=True),
     more=None if service is None else tinker_app.routes(service),
@@ -239,6 +244,19 @@ def _within_positions(
       "lower it"
     )
   return dataclasses.replace(config, max_tokens=positions)
+
+
+def _image_reader(folder: str, images: bool | None) -> ImageReader | None:
+  """Returns the reader of requests' images; None if the server reads text only."""
+  reader = model_folders.image_reader(folder, images)
+  try:
+    _ = reader and reader.processor
+  except (FileNotFoundError, ImportError, ValueError) as error:
+    if images:
+      raise
+    print(f"requests with images are refused: {error}", flush=True)
+    return None
+  return reader
 
 
 def _grammars(engine: Engine, tokenizer: TokenizerAdapter) -> Any:

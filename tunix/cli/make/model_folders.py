@@ -104,15 +104,22 @@ def named_tokenizer(name: str, folder: str, **options: Any) -> TokenizerAdapter:
 
 
 def load_model(
-  folder: str, adapter: str | None = None, dtype: str | None = None
+  folder: str,
+  adapter: str | None = None,
+  dtype: str | None = None,
+  images: bool | None = None,
 ) -> Transformer:
   """Loads the model of a Hugging Face folder, with a PEFT adapter if one is given.
+
+  Args:
+    folder, dtype, images: see `AutoModel.from_pretrained`.
+    adapter: folder of the adapter.
 
   Raises:
     FileNotFoundError: there is no such model or adapter.
     ValueError: the adapter does not fit the model.
   """
-  model = AutoModel.from_pretrained(folder, dtype=dtype)
+  model = AutoModel.from_pretrained(folder, dtype=dtype, images=images)
   return model if adapter is None else lora.load_adapter(model, adapter)
 
 

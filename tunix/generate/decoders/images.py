@@ -21,16 +21,14 @@ def soft_token(model: Any) -> int:
   token = calling.config_value(model, "soft_token")
   if token is None:
     raise ValueError(
-      f"a prompt has images and the model is a {type(model).__name__}; expected a model "
-      "with a vision tower. Load the model with images=True (docs/guides/images.md "
-      "lists the families), or leave the images out"
+      f"a prompt has images and the model is a {type(model).__name__}; expected a "
+      "model with a vision tower. Load the model with images=True "
+      "(docs/guides/images.md lists the families), or leave the images out"
     )
   return token
 
 
-def check(
-  model: Any, prompt: np.ndarray, images: PromptImages | None, name: str = "a prompt"
-) -> None:
+def check(model: Any, prompt: np.ndarray, images: PromptImages | None) -> None:
   """Refuses a prompt whose soft tokens are not those of its images.
 
   Raises:
@@ -41,15 +39,10 @@ def check(
   counts = [] if images is None else list(images.counts)
   if found != sum(counts):
     raise ValueError(
-      f"{name} has {found} image tokens (id {soft}) and images of {counts} tokens; "
+      f"a prompt has {found} image tokens (id {soft}) and images of {counts} tokens; "
       "expected equal sums. Write the tokens of each image where it belongs "
       "(ImageReader.expand), and do not cut prompts with images"
     )
-
-
-def without_soft(model: Any, prompt: np.ndarray) -> np.ndarray:
-  """Returns a prompt with 0 in place of soft tokens, which no vocabulary may list."""
-  return np.where(prompt == soft_token(model), 0, prompt)
 
 
 def forbidding(model: Any, options: SamplingOptions) -> SamplingOptions:
@@ -59,8 +52,7 @@ def forbidding(model: Any, options: SamplingOptions) -> SamplingOptions:
   """
   if not options.images:
     return options
-  own = [soft_token(model)]
-  if own[0] >= calling.config_value(model, "vocab_size"):
+  soft, given = soft_token(model), options.forbidden_tokens or ()
+  if soft in given or soft >= calling.config_value(model, "vocab_size"):
     return options
-  forbidden = tuple({*(options.forbidden_tokens or ()), *own})
-  return dataclasses.replace(options, forbidden_tokens=forbidden)
+  return dataclasses.replace(options, forbidden_tokens=(*given, soft))

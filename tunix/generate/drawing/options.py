@@ -77,8 +77,7 @@ class SamplingOptions(SamplingParams):
       )
     if self.images:
       raise ValueError(
-        "exact is True, which scores rows without images: leave exact or the images "
-        "out"
+        "exact is True, which scores rows without images: leave exact or the images out"
       )
     if self.return_routes:
       raise ValueError(

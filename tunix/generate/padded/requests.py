@@ -308,7 +308,7 @@ def check_prompt(
   vocab_size: int | None,
   among_images: bool = False,
 ) -> None:
-  """Refuses a prompt with ids outside the vocabulary, or with soft tokens that lack images.
+  """Refuses a prompt with ids outside the vocabulary, or with too few or many images.
 
   Args:
     model: the model.
@@ -322,7 +322,8 @@ def check_prompt(
   """
   if among_images or images is not None:
     images_lib.check(model, prompt, images)
-    prompt = images_lib.without_soft(model, prompt)
+    # A vocabulary need not have the soft token.
+    prompt = prompt[prompt != images_lib.soft_token(model)]
   check_ids(prompt, "a prompt", vocab_size)
 
 

@@ -76,5 +76,5 @@ def stacked(rows: Sequence[PromptImages | None], count: int | None = None) -> An
 def _digest(image: Pixels) -> bytes:
   shape = repr((image.values.shape, image.grid.tolist()))
   hashed = hashlib.blake2b(shape.encode(), digest_size=16)
-  hashed.update(np.ascontiguousarray(image.values))
+  hashed.update(np.ascontiguousarray(image.values).data)
   return hashed.digest()

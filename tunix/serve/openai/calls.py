@@ -13,6 +13,7 @@ from tunix.generate.tokens import Completion
 from tunix.serve.http.bodies import Answer, Call, Stream
 from tunix.serve.http.forms import StreamOptions
 from tunix.serve.openai.context import Context
+from tunix.serve.openai.images import read_size
 from tunix.serve.openai.running import Clock, Part, Run, check_alive, collect
 
 # Seconds between two checks of the clock: a shutdown shortens the limit.
@@ -65,7 +66,7 @@ async def serve(
   clock = context.clock()
   async with contextlib.AsyncExitStack() as stack:
     await stack.enter_async_context(context.gate.entered())
-    work = context.readers.run(call.size, read, call, context)
+    work = context.readers.run(read_size(call), read, call, context)
     job = await within(clock, work)
     run = Run(context.driver, job.requests, job.stream.streams)
     stack.callback(run.cancel)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tunix.data.images import Picture
 from tunix.generate.answer_reader import AnswerReader
 from tunix.generate.answers.formats import format_for
 from tunix.generate.answers.pieces import Piece
@@ -18,6 +19,7 @@ from tunix.serve.http.errors import bad
 from tunix.serve.http.fields import Fields
 from tunix.serve.openai import logprobs
 from tunix.serve.openai.context import Context, new_id
+from tunix.serve.openai.images import read_images
 from tunix.serve.openai.logprobs import Scored
 from tunix.serve.openai.messages import read_messages, read_tools
 from tunix.serve.openai.running import Part, Run
@@ -31,11 +33,13 @@ class Prompt:
   Attributes:
     text: text of the prompt.
     ids: its token ids.
+    pictures: its images.
     tools: JSON schemas of the arguments, by name of the tool.
   """
 
   text: str
   ids: list[int]
+  pictures: Sequence[Picture]
   tools: Mapping[str, Any]
 
 
@@ -55,6 +59,7 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
       "no_chat_template",
     )
   messages, tools = read_messages(fields), read_tools(fields)
+  messages, pictures = read_images(messages, context)
   variables = fields.object("chat_template_kwargs")
   documents = fields.raw("documents")
   if tools and not tokenizer.reads_tools():
@@ -76,9 +81,17 @@ def read_prompt(fields: Fields, context: Context) -> Prompt:
   except (ChatTemplateError, TypeError, ValueError) as error:
     raise bad("messages", str(error), "chat_template_error") from error
   context.check_size(text, "messages")  # a template may print a text several times
+  expanded = text
+  if pictures:
+    assert context.images is not None
+    try:
+      expanded = context.images.expand_text(pictures, text)
+    except ValueError as error:
+      raise bad("messages", str(error), "invalid_image") from error
   functions = [tool["function"] for tool in tools]
   schemas = {function["name"]: function.get("parameters") for function in functions}
-  return Prompt(text=text, ids=tokenizer.encode(text), tools=schemas)
+  ids = tokenizer.encode(expanded)
+  return Prompt(text=text, ids=ids, pictures=pictures, tools=schemas)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -129,10 +142,13 @@ class ChatJob:
     self.headers = forms.ignored_header(fields)
     self._created, self._tokens = int(time.time()), 0
     self._is_free = sampling.options["constraint"] is None
+    room = context.room(self._prompt.ids, max_tokens)
+    images = context.images and context.images.prompt(self._prompt.pictures)
     self.requests = [
       sampling.request(
         self._prompt.ids,
-        context.room(self._prompt.ids, max_tokens),
+        room,
+        images=images,
         adapter=adapter,
         logprobs=self._has_logprobs,
         top_logprobs=self._top,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix.data.images import ImageReader
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.replicas import Replicas
 from tunix.generate.engine.request import Constraint
@@ -62,6 +63,7 @@ class Context:
     grammars: builder of constraints; None: requests with constraints are refused.
     load_model: loads a checkpoint folder for `/update_weights`; None: the route is
       refused.
+    images: reader of images; None: requests with images are refused.
     gate: limits on running and waiting requests.
     drain: time at which a shutdown ends running requests.
     readers: threads that read requests.
@@ -79,8 +81,9 @@ class Context:
     settings: ServeSettings,
     grammars: Grammars | None = None,
     load_model: LoadModel | None = None,
+    images: ImageReader | None = None,
   ):
-    self.driver, self.settings = driver, settings
+    self.driver, self.settings, self.images = driver, settings, images
     self.grammars, self.load_model = grammars, load_model
     self.gate = Gate(
       settings.max_concurrent,

@@ -46,11 +46,13 @@ def _check_content(content: object, name: str) -> None:
     raise bad(name, f"{name} is {shown(content)}, expected a text or a list of parts")
   for i, part in enumerate(content if isinstance(content, list) else []):
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+      continue  # read_images checks it
     if kind != "text" or not isinstance(part.get("text"), str):
       raise bad(
         f"{name}[{i}]",
-        f"{name}[{i}] is {shown(part)}, expected a part of type text: this model reads "
-        "text only",
+        f"{name}[{i}] is {shown(part)}, expected a part of type text, or of type "
+        "image_url for a model that reads images",
       )
 
 

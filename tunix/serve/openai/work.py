@@ -32,7 +32,7 @@ class Readers:
       self.most_long, "tunix long requests"
     )
 
-  async def run(self, size: int, function: Callable[..., T], *args: object) -> T:
+  async def run(self, size: float, function: Callable[..., T], *args: object) -> T:
     """Returns `function(*args)`, which runs in another thread.
 
     Args:

@@ -148,6 +148,8 @@ def _settings(args: serve.ServeOptions) -> RunSettings:
   words = [f"--model.{key}={source}"]
   if args.dtype is not None:
     words += [f"--model.dtype={args.dtype}", f"--model.param_dtype={args.dtype}"]
+  if args.images is not None:
+    words.append(f"--model.images={str(args.images).lower()}")
   return config_lib.load(words)
 
 

@@ -106,8 +106,8 @@ def _image_places(
   if places.last is not None and not keepers.has_rows(model, config):
     raise ValueError(
       f"{ticket.id}: the tokens of an image attend to each other in this model, and "
-      f"EngineConfig.attention is {config.attention!r}, which reads pages here; expected "
-      "'rows'. Set it, or use the padded sampler"
+      f"EngineConfig.attention is {config.attention!r}, which reads pages here; "
+      "expected 'rows'. Set it, or use the padded sampler"
     )
   # A run may begin and end within a page. Two pages of a layer with a window can be in
   # use by the tokens that the launch draws.

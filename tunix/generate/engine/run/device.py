@@ -226,9 +226,7 @@ class Device:
     return Round(slots, store, out), scored
 
   def _blocks_of(self, rounds: list[list[Block]], plan: Plan, width: int) -> Blocks:
-    return arrays.blocks_of(
-      rounds, plan.forks, width, self._config, self._vectors_of
-    )
+    return arrays.blocks_of(rounds, plan.forks, width, self._config, self._vectors_of)
 
   def _vectors_of(self, images: PromptImages) -> np.ndarray:
     """Returns the vectors of a prompt's images, computed once for its completions."""

@@ -2,8 +2,9 @@
 
 A page holds the keys and values of `page_tokens` consecutive tokens of one prefix, in
 all layers. A full page has a digest: a hash of its tokens, of the images that they
-belong to, and of the digest of the page before it. Equal digests therefore mean equal prefixes. The root digest, before the
-first page, is a hash of the version of the weights and the adapter's number.
+belong to, and of the digest of the page before it. Equal digests therefore mean equal
+prefixes. The root digest, before the first page, is a hash of the version of the
+weights and the adapter's number.
 
 Completions with a common prefix hold the same pages. A full page without a holder keeps
 its contents and digest until its memory is needed. Among these pages, the one that has
