@@ -45,7 +45,7 @@ EDGE = CELLS * CELL
 SOFT = CELLS**2  # soft tokens of a picture, one for each cell
 HELD_OUT = 200
 
-SFT_STEPS, SFT_ROWS, SFT_RATE = 300, 32, 1e-3
+SFT_STEPS, SFT_ROWS, SFT_RATE = 200, 32, 1e-3
 GRPO_STEPS, PROMPTS, GENERATIONS, GRPO_RATE = 100, 32, 8, 3e-4
 PROMPT_LENGTH, ANSWER_LENGTH = 24, 2  # tokens; the answer's with its EOS
 
@@ -246,6 +246,7 @@ def run(folder: pathlib.Path, seed: int, sft: int, steps: int) -> dict:
   fine_tuned(folder, seed, sft)
   out["fine_tuned"] = accuracy(folder)
   out["sft_cpu_s"] = round(time.process_time() - start)
+  print(json.dumps(out), flush=True)
   if not steps:
     return out
   curve, start = [], time.process_time()
@@ -266,7 +267,7 @@ def run(folder: pathlib.Path, seed: int, sft: int, steps: int) -> dict:
 def main() -> None:
   options = argparse.ArgumentParser(description=__doc__)
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
-  options.add_argument("--sft", type=int, default=SFT_STEPS, help="steps")
+  options.add_argument("--sft", type=int, default=SFT_STEPS, help="steps, of 200")
   options.add_argument("--steps", type=int, default=GRPO_STEPS, help="of GRPO")
   options.add_argument("--plot", type=pathlib.Path, help="a PNG to write")
   given, curves = options.parse_args(), []
