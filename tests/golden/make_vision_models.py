@@ -2,7 +2,7 @@
 
 Run where the `parity` extra is installed: `python tests/golden/make_vision_models.py`.
 The weights are stored in bfloat16 to stay small; all below is computed in float32 from
-them, with eager attention. NAME/expected.npz holds
+them, with eager attention; Gemma 4 in float64. NAME/expected.npz holds
 
   images, or values and grid   what the model reads, see `inputs`
   tokens, mask [3, 20]         row 0 has two images; row 1 none, left-padded; row 2 one
@@ -13,7 +13,9 @@ them, with eager attention. NAME/expected.npz holds
   grad/KEY                     gradient of the loss for every tensor, named in memory
 """
 
+import contextlib
 import pathlib
+from unittest import mock
 
 import numpy as np
 import torch
@@ -49,14 +51,56 @@ YARN = {
   "llama_4_scaling_beta": 0.5,
 }
 MINISTRAL = TEXT | {"head_dim": 6, "rope_parameters": YARN}
+# Tiny models of Gemma 4 amplify rounding: norms of short vectors, such as those of the
+# layers' gates. With this epsilon and the seeds below, float32 loses less than 1e-5.
+KINDS = ["sliding_attention", "full_attention"] * 2
+GEMMA = TEXT | {
+  "num_hidden_layers": 4,
+  "layer_types": KINDS,
+  "head_dim": 4,
+  "global_head_dim": 6,
+  "rms_norm_eps": 0.1,
+  "sliding_window": 3,
+  "hidden_size_per_layer_input": 0,
+  "use_bidirectional_attention": "vision",
+}
+# Vectors for every layer, and layers that read the keys of earlier ones.
+VECTORS = {
+  "hidden_size_per_layer_input": 5,
+  "vocab_size_per_layer_input": VOCAB,
+  "num_kv_shared_layers": 2,
+  "pad_token_id": 2,
+}
+EXPERTS = {
+  "enable_moe_block": True,
+  "num_experts": 4,
+  "top_k_experts": 2,
+  "moe_intermediate_size": 6,
+  "attention_k_eq_v": True,
+  "num_global_key_value_heads": 1,
+}
+GEMMA_TOWER = TOWER | {
+  "num_key_value_heads": 3,
+  "head_dim": 4,
+  "position_embedding_size": 12,
+  "rms_norm_eps": 0.05,
+}
+CLIPPED, STANDARD = {"use_clipped_linears": True}, {"standardize": True}
+TIED = {"tie_word_embeddings": True, "initializer_range": 0.3}
 # Patches of the images; both edges are multiples of the merged squares.
 GRID = ((4, 2), (2, 6), (4, 4))
 
 # Name -> (name of the classes in `transformers`, fields of the text model, of the tower
-# and of the whole).
+# and of the whole, with the seed of the weights).
 GOLDEN = {
   "smolvlm": ("SmolVLM", TEXT, SIGLIP, {"scale_factor": 3}),
   "ministral3": ("Mistral3", MINISTRAL, TOWER, {}),
+  "gemma4": (
+    "Gemma4",
+    GEMMA | VECTORS,
+    GEMMA_TOWER | CLIPPED | STANDARD,
+    TIED | {"seed": 2},
+  ),
 }
 # Further odd ones, which only vision_models_live_test.py makes.
 ODD = {
@@ -90,17 +134,40 @@ ODD = {
       "projector_hidden_act": "silu",
     },
   ),
+  "experts, keys as values": (
+    "Gemma4",
+    GEMMA | EXPERTS | {"final_logit_softcapping": 5.0},
+    GEMMA_TOWER | STANDARD | {"pooling_kernel_size": 4, "num_hidden_layers": 1},
+    TIED,
+  ),
+  "causal images, wide layers": (
+    "Gemma4",
+    GEMMA
+    | VECTORS
+    | {"use_bidirectional_attention": None, "use_double_wide_mlp": True},
+    GEMMA_TOWER | CLIPPED | {"pooling_kernel_size": 2},
+    TIED | {"seed": 3},
+  ),
+  "few layers, untied": (
+    "Gemma4",
+    GEMMA
+    | {"num_hidden_layers": 2, "layer_types": KINDS[:2], "sliding_window": 1}
+    | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB},
+    GEMMA_TOWER
+    | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 12}
+    | {"patch_size": 2, "hidden_activation": "silu"}
+    | {"rope_parameters": {"rope_type": "axial", "rope_theta": 20.0}},
+    {"initializer_range": 0.3, "seed": 1},
+  ),
 }
 
 
 def build(kind, text, tower, fields):
-  prefix, text_type = (
-    ("Mistral3", "Ministral3") if kind == "Mistral3" else (kind, "Llama")
-  )
-  vision = "Pixtral" if kind == "Mistral3" else prefix
+  text_type = {"Mistral3": "Ministral3", "Gemma4": "Gemma4Text"}.get(kind, "Llama")
+  vision = "Pixtral" if kind == "Mistral3" else kind
   image = {"image_token_index" if kind == "Mistral3" else "image_token_id": IMAGE}
   tied = fields.get("tie_word_embeddings", False)
-  config = getattr(transformers, f"{prefix}Config")(
+  config = getattr(transformers, f"{kind}Config")(
     text_config=getattr(transformers, f"{text_type}Config")(
       **text, tie_word_embeddings=tied
     ),
@@ -108,12 +175,29 @@ def build(kind, text, tower, fields):
     **{"tie_word_embeddings": False} | image | fields,
   )
   config._attn_implementation = "eager"
-  model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+  model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
   for name, value in model.named_parameters():
     if "norm" in name or name.endswith("bias") or "ln_pre" in name:
       torch.nn.init.normal_(value, std=0.3)
       value.data += 0.0 if name.endswith("bias") else 1.0
+    if name.endswith("position_embedding_table"):
+      torch.nn.init.normal_(value, std=0.3)
+  for name, value in model.named_buffers():
+    if limits := BUFFERS.get(name.rpartition(".")[2]):
+      torch.nn.init.uniform_(value, *limits)
   return model
+
+
+# The buffers that folders hold, and limits of their values.
+BUFFERS = {
+  "layer_scalar": (0.5, 1.5),
+  "std_bias": (-1.0, 1.0),
+  "std_scale": (0.5, 1.5),
+  "input_min": (-1.0, -0.5),
+  "input_max": (0.5, 1.0),
+  "output_min": (-1.0, -0.5),
+  "output_max": (0.5, 1.0),
+}
 
 
 def inputs(model):
@@ -121,8 +205,13 @@ def inputs(model):
   rng = np.random.default_rng(0)
   config = model.config
   patch = config.vision_config.patch_size
-  if config.model_type == "mistral3":
-    merged = config.spatial_merge_size
+  if config.model_type in ("mistral3", "gemma4"):
+    is_gemma = config.model_type == "gemma4"
+    merged = (
+      config.vision_config.pooling_kernel_size
+      if is_gemma
+      else config.spatial_merge_size
+    )
     grid = np.array(GRID, np.int32) // 2 * merged
     sizes = grid * patch
     edge = sizes.max(0)
@@ -130,6 +219,8 @@ def inputs(model):
     values = [patches(x[:, :h, :w], patch) for x, (h, w) in zip(pixels, sizes)]
     ours = {"values": np.concatenate(values), "grid": grid}
     theirs = {"image_sizes": torch.tensor(sizes), "pixel_values": torch.tensor(pixels)}
+    if is_gemma:
+      theirs = padded(values, grid)
     return ours, theirs, (grid // merged).prod(1)
   size = config.vision_config.image_size
   pixels = rng.uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
@@ -143,6 +234,23 @@ def patches(image, edge):
   _, height, width = image.shape
   x = image.reshape(3, height // edge, edge, width // edge, edge)
   return x.transpose(1, 3, 2, 4, 0).reshape(-1, edge * edge * 3)
+
+
+def padded(values, grid):
+  """The patches of each image and their (column, row), padded to those of the largest.
+
+  Padding has the place (-1, -1).
+  """
+  longest = max(map(len, values))
+  pixels = [np.pad(x, ((0, longest - len(x)), (0, 0))) for x in values]
+  places = np.full((len(grid), longest, 2), -1)
+  for place, (rows, columns) in zip(places, grid):
+    index = np.arange(rows * columns)
+    place[: len(index)] = np.stack([index % columns, index // columns], -1)
+  return {
+    "pixel_values": torch.tensor(np.stack(pixels)),
+    "image_position_ids": torch.tensor(places),
+  }
 
 
 def rows(counts):
@@ -173,6 +281,8 @@ def loss(logits, tokens, mask):
 def logits(model, theirs, tokens, mask):
   positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
   long = lambda x: torch.tensor(x, dtype=torch.long)
+  if model.config.model_type == "gemma4":
+    theirs = theirs | {"mm_token_type_ids": long(tokens == IMAGE)}
   return model(
     input_ids=long(tokens),
     attention_mask=long(mask),
@@ -181,7 +291,27 @@ def logits(model, theirs, tokens, mask):
   ).logits
 
 
+@contextlib.contextmanager
+def everything_in_float64():
+  """Makes torch compute in float64 where the code of a model asks for float32."""
+  with (
+    mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
+    mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+  ):
+    yield
+
+
 def expected(model):
+  """Returns the inputs, and what a model computes from them."""
+  if model.config.model_type != "gemma4":
+    return computed(model)
+  model.set_experts_implementation("eager")  # the grouped product has no float64
+  with everything_in_float64():
+    found = computed(model.double())
+  return {k: np.float32(v) if v.dtype == np.float64 else v for k, v in found.items()}
+
+
+def computed(model):
   ours, theirs, counts = inputs(model)
   tokens, mask = rows(counts)
   features = model.model.get_image_features(**theirs).pooler_output
@@ -207,8 +337,9 @@ def expected(model):
 
 def make(case, folder):
   """Writes a model and returns what it computes in float32."""
-  torch.manual_seed(0)
-  model = build(*case)
+  kind, text, tower, fields = case
+  torch.manual_seed(fields.get("seed", 0))
+  model = build(kind, text, tower, {k: v for k, v in fields.items() if k != "seed"})
   model.to(torch.bfloat16).save_pretrained(folder)
   (folder / "model.safetensors").chmod(0o644)
   # Read back: `model.float()` would keep rotary frequencies rounded to bfloat16.

@@ -12,6 +12,8 @@ import pytest
 
 import tunix
 from tests import optimizers
+from tunix.models.gemma4 import multimodal as gemma4
+from tunix.models.gemma4.vision import Gemma4TowerConfig
 from tunix.models.ministral3 import multimodal as ministral3
 from tunix.models.smolvlm import model as smolvlm
 from tunix.models.vision import config as vision
@@ -47,7 +49,7 @@ _REQUIRED = {
   "OnPolicyConfig": {"max_prompt_length": 8, "max_completion_length": 8},
   "ProfilerOptions": {"log_dir": "x", "skip_first_n_steps": 1, "profiler_steps": 2},
   "ImageTokens": {"start": 1, "soft": 2, "end": 3, "newlines": (4, 5)},
-  **dict.fromkeys(["TowerConfig", "PixtralConfig"], _TOWER),
+  **dict.fromkeys(["TowerConfig", "PixtralConfig", "Gemma4TowerConfig"], _TOWER),
   "SiglipConfig": _TOWER | {"image_size": 8},
   "OverlongBuffer": {"tokens": 4},
   "RewardSettings": {"functions": ()},
@@ -62,6 +64,7 @@ _TOWERS = {
   vision.VisionLanguageConfig: vision.TowerConfig,
   smolvlm.ModelConfig: SiglipConfig,
   ministral3.MultimodalConfig: PixtralConfig,
+  gemma4.MultimodalConfig: Gemma4TowerConfig,
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2

@@ -18,7 +18,7 @@ from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.vision import layers, pixtral
 from tunix.utils import mesh as mesh_lib
 
-NAMES = ("smolvlm", "ministral3")
+NAMES = ("smolvlm", "ministral3", "gemma4")
 
 
 def folder_of(name):
@@ -81,15 +81,18 @@ def test_text_alone(name, tmp_path):
 
 
 def test_which_folders_load_a_tower_unasked():
-  kinds = ("gemma3", "smolvlm", "idefics3", "mistral3", "llama")
+  kinds = ("gemma3", "smolvlm", "idefics3", "mistral3", "gemma4", "llama")
   unasked = [families.by_model_type(kind).name for kind in kinds]
-  assert unasked == ["gemma3_multimodal", "smolvlm", "smolvlm", "ministral3", "llama3"]
+  assert unasked[:3] == ["gemma3_multimodal", "smolvlm", "smolvlm"]
+  assert unasked[3:] == ["ministral3", "gemma4", "llama3"]
   texts = [families.by_model_type(kind, images=False).name for kind in kinds]
-  assert texts == ["gemma3", "llama3", "llama3", "ministral3", "llama3"]
-  asked = families.by_model_type("mistral3", images=True)
-  assert asked.name == "ministral3_multimodal"
+  assert texts == ["gemma3", "llama3", "llama3", "ministral3", "gemma4", "llama3"]
+  asked = [families.by_model_type(kind, images=True).name for kind in kinds[3:5]]
+  assert asked == ["ministral3_multimodal", "gemma4_multimodal"]
   with pytest.raises(ValueError, match="images is True, and of model_type 'llama'"):
     families.by_model_type("llama", images=True)
+  with pytest.raises(ValueError, match="model_type 'gemma4_unified' is unknown"):
+    families.by_model_type("gemma4_unified", images=True)
   with pytest.raises(ValueError, match="images is False and family is 'smolvlm'"):
     AutoModel.from_pretrained(
       folder_of("smolvlm"), images=False, family=families.FAMILIES["smolvlm"]
@@ -103,10 +106,11 @@ def test_subclasses_of_a_configuration_keep_its_family(kind):
   assert families.of_config(object.__new__(subclass)) is family
 
 
-def test_images_of_rows_with_padding():
+@pytest.mark.parametrize("name", ("ministral3", "gemma4"))
+def test_images_of_rows_with_padding(name):
   """Rows keep their images; missing images and padding change no logits."""
-  want = checkpoints.expected("ministral3_vision")
-  model = load("ministral3")
+  want = checkpoints.expected(f"{name}_vision")
+  model = load(name)
   given = seeing.arguments(want)
   values, grid = given["images"]
   counts = grid.prod(1)
@@ -194,6 +198,10 @@ def test_spellings_of_ministral3(key, want):
     ("ministral3", "vision_config", "head_dim", 8, "vision_config.head_dim is 8"),
     ("ministral3", "vision_config", "model_type", "clip", "supported is only 'pixtral"),
     ("ministral3", "vision_config", "num_channels", 1, "num_channels is 1"),
+    ("gemma4", None, "vision_config", None, "vision_config is None"),
+    ("gemma4", "vision_config", "num_key_value_heads", 1, "num_key_value_heads is 1"),
+    ("gemma4", "vision_config", "hidden_size", 16, "head_dim is 4, supported is only"),
+    ("gemma4", "text_config", "use_bidirectional_attention", "all", "is 'all'"),
   ],
 )
 def test_refused_settings(name, section, field, value, message):
@@ -234,8 +242,8 @@ def test_levels_are_no_pixels():
 def test_no_images(name):
   model = load(name)
   none = {"smolvlm": np.zeros((0, 24, 24, 3), np.float32)}
-  none["ministral3"] = np.zeros((0, 48), np.float32), np.zeros((0, 2), np.int32)
-  assert model.image_features(none[name]).size == 0
+  patches = np.zeros((0, 48), np.float32), np.zeros((0, 2), np.int32)
+  assert model.image_features(none.get(name, patches)).size == 0
 
 
 def test_blocks_of_queries():

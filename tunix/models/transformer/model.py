@@ -133,7 +133,12 @@ class Transformer(DecoderLayers):
     ropes = [(rotated or kind.head_dim, kind.rope) for kind in c.kinds]
     angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
-      index, attention_mask, segment_ids, groups, shared=shared_prompt
+      index,
+      attention_mask,
+      segment_ids,
+      groups,
+      windowed_groups=c.grouped_layers == "sliding",
+      shared=shared_prompt,
     )
     routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
