@@ -31,8 +31,12 @@ from tunix.models.olmo3 import params as olmo3
 from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
-from tunix.models.qwen3_5 import params as qwen3_5
-from tunix.models.qwen3_5_moe import params as qwen3_5_moe
+from tunix.models.qwen3_5 import multimodal as qwen3_5_multimodal, params as qwen3_5
+from tunix.models.qwen3_5_moe import (
+  multimodal as qwen3_5_moe_multimodal,
+  params as qwen3_5_moe,
+)
+from tunix.models.qwen3_vl import model as qwen3_vl
 from tunix.models.smollm3 import params as smollm3
 from tunix.models.smolvlm import params as smolvlm
 from tunix.models.transformer.config import TransformerConfig
@@ -61,7 +65,10 @@ FAMILIES: Mapping[str, Family] = {
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_5_multimodal.FAMILY,
     qwen3_5_moe.FAMILY,
+    qwen3_5_moe_multimodal.FAMILY,
+    qwen3_vl.FAMILY,
     smollm3.FAMILY,
     smolvlm.FAMILY,
   )

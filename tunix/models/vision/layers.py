@@ -76,15 +76,20 @@ class PatchEmbedding(nnx.Module):
 
   Attributes:
     kernel: [width, height, channel, Dv], the checkpoint's [Dv, channel, height, width]
-      with all axes reversed: the loader's transpose reverses all axes.
+      with all axes reversed: the loader's transpose reverses all axes. With frames it
+      is [width, height, frame, channel, Dv], and each patch stands for all frames, so
+      that the weights of the frames are summed.
     bias: [Dv], or None.
   """
 
-  def __init__(self, config: TowerConfig, rngs: nnx.Rngs, *, bias: bool = True):
+  def __init__(
+    self, config: TowerConfig, rngs: nnx.Rngs, *, bias: bool = True, frames: int = 0
+  ):
     c, rules = config, config.sharding
-    shape = (c.patch_size, c.patch_size, CHANNELS, c.embed_dim)
+    depth = (frames,) if frames else ()
+    shape = (c.patch_size, c.patch_size, *depth, CHANNELS, c.embed_dim)
     draw = fresh(rngs.params(), shape)
-    spec = (None, None, None, rules.weight_axes)
+    spec = (*(None,) * (len(shape) - 1), rules.weight_axes)
     self.kernel = param(draw.astype(c.param_dtype), spec)
     zeros = jnp.zeros(c.embed_dim, c.param_dtype)
     self.bias = nnx.data(param(zeros, (rules.weight_axes,)) if bias else None)
@@ -102,6 +107,8 @@ class PatchEmbedding(nnx.Module):
     """Embeds patches."""
     x = patches.swapaxes(2, 3)
     kernel = self.kernel[...]
+    if kernel.ndim == 5:
+      kernel = jnp.sum(kernel.astype(jnp.float32), axis=2)
     kernel = kernel.reshape(-1, kernel.shape[-1]).astype(x.dtype)
     x = x.reshape(*x.shape[:2], kernel.shape[0]) @ kernel
     return x if self.bias is None else x + self.bias[...].astype(x.dtype)
@@ -172,12 +179,24 @@ def attend_all(
 
 
 class VisionAttention(nnx.Module):
-  """Bidirectional self-attention; q, k, v, out are [Dv, Dv]."""
+  """Bidirectional self-attention; q, k, v, out are [Dv, Dv], a fused qkv [Dv, 3 Dv]."""
 
-  def __init__(self, make: LayerMaker, dim: int, *, num_heads: int, bias: bool):
-    self.q_proj = make.linear(dim, dim, "in_out", bias=bias)
-    self.k_proj = make.linear(dim, dim, "in_out", bias=bias)
-    self.v_proj = make.linear(dim, dim, "in_out", bias=bias)
+  def __init__(
+    self,
+    make: LayerMaker,
+    dim: int,
+    *,
+    num_heads: int,
+    bias: bool,
+    fused: bool = False,
+  ):
+    self.fused = fused
+    if fused:
+      self.qkv_proj = make.linear(dim, 3 * dim, "in_out", bias=bias)
+    else:
+      self.q_proj = make.linear(dim, dim, "in_out", bias=bias)
+      self.k_proj = make.linear(dim, dim, "in_out", bias=bias)
+      self.v_proj = make.linear(dim, dim, "in_out", bias=bias)
     self.out_proj = make.linear(dim, dim, "out_in", bias=bias)
     self.num_heads = num_heads
 
@@ -195,9 +214,11 @@ class VisionAttention(nnx.Module):
       owners: see `attend_all`.
     """
     heads = (*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads)
-    query, key, value = (
-      proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj)
-    )
+    if self.fused:
+      parts = jnp.split(self.qkv_proj(x), 3, axis=-1)
+    else:
+      parts = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+    query, key, value = (part.reshape(heads) for part in parts)
     if angles is not None:
       query, key = rope.rotate(query, angles), rope.rotate(key, angles)
     attended = attend_all(query, key, value, owners=owners)
@@ -239,6 +260,17 @@ class VisionLayer(nnx.Module):
 def run_layers(
   layers: VisionLayer, x: jax.Array, config: TowerConfig, *inputs: Any
 ) -> jax.Array:
+  """Returns the output of a stack of layers, see `run_and_keep`."""
+  return run_and_keep(layers, x, config, *inputs, keep=())[0]
+
+
+def run_and_keep(
+  layers: VisionLayer,
+  x: jax.Array,
+  config: TowerConfig,
+  *inputs: Any,
+  keep: tuple[int, ...],
+) -> tuple[jax.Array, list[jax.Array]]:
   """Runs a stack of layers, scanned or unrolled.
 
   Args:
@@ -246,6 +278,10 @@ def run_layers(
     x: the input of the first layer.
     config: says how the layers run.
     inputs: further inputs of every layer.
+    keep: numbers of the layers whose outputs are returned too, in increasing order.
+
+  Returns:
+    The output of the last layer, and those of the layers `keep`.
   """
   graph, state = nnx.split(layers)
 
@@ -254,10 +290,19 @@ def run_layers(
 
   if config.remat != "none":
     call = jax.checkpoint(call, policy=REMAT_POLICIES[config.remat])
+  kept: list[jax.Array] = []
   if config.scanned:
+
+    def step(carry, xs):
+      (x, kept), (state, number) = carry, xs
+      x = call(state, x)
+      return (x, [jnp.where(number == i, x, y) for i, y in zip(keep, kept)]), None
+
+    numbers = jnp.arange(config.num_layers) if keep else None
     with jax.named_scope("layers"):
-      return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]
+      return jax.lax.scan(step, (x, [x] * len(keep)), (state, numbers))[0]
   for i, one in enumerate(layer_states(state)):
     with jax.named_scope(f"layer_{i}"):
       x = call(one, x)
-  return x
+    kept += [x] if i in keep else []
+  return x, kept

@@ -65,12 +65,15 @@ def check_heads(config: TowerConfig) -> None:
     )
 
 
-def check_patches(values: jax.Array, grid: jax.Array, edge: int) -> None:
+def check_patches(
+  values: jax.Array, grid: jax.Array, edge: int, numbers: int = 2
+) -> None:
   """Refuses patches that a tower cannot read.
 
   Args:
     values, grid: see `PixtralTower.__call__`.
     edge: edge of a patch in pixels.
+    numbers: count of the numbers of a grid, of which rows and columns are the last.
 
   Raises:
     TypeError, ValueError: see `PixtralTower.__call__`.
@@ -81,10 +84,11 @@ def check_patches(values: jax.Array, grid: jax.Array, edge: int) -> None:
       f"values have shape {values.shape}, expected [..., patches, "
       f"{edge**2 * CHANNELS}]: cut the images into patches of {edge} x {edge} pixels"
     )
-  if grid.ndim != 3 or (len(grid), grid.shape[-1]) != (len(values), 2):
+  if grid.ndim != 3 or (len(grid), grid.shape[-1]) != (len(values), numbers):
     raise ValueError(
-      f"grid has shape {grid.shape}, expected [{len(values)}, images, 2]: give rows "
-      "and columns of each image, and both values and grid by row, or neither"
+      f"grid has shape {grid.shape}, expected [{len(values)}, images, {numbers}]: give "
+      f"{'1, ' * (numbers - 2)}rows and columns of each image, and both values and "
+      "grid by row, or neither"
     )
   if not jnp.issubdtype(grid.dtype, jnp.integer):
     raise TypeError(f"grid is {grid.dtype}, expected integers: count the patches")
@@ -150,14 +154,14 @@ def squares(
   return jnp.clip(index, 0, count - 1), valid
 
 
-def angles(at: Places, head_dim: int, theta: float) -> rope.Angles:
+def angles(at: Places, head_dim: int, theta: float, odd: int = 1) -> rope.Angles:
   """Returns the rotary angles of patches.
 
   The frequencies theta^(-2i/H) with even i belong to the row, those with odd i to the
-  column. The rows' angles come first.
+  column. The rows' angles come first. If `odd` is 0, the column has the even ones, too.
   """
   waves = rope.frequencies(head_dim, RopeConfig(theta=theta))
-  parts = at.row[..., None] * waves[0::2], at.column[..., None] * waves[1::2]
+  parts = at.row[..., None] * waves[0::2], at.column[..., None] * waves[odd::2]
   angle = jnp.concatenate(parts, axis=-1)[:, :, None]
   return rope.Angles(jnp.sin(angle), jnp.cos(angle))
 
