@@ -79,7 +79,8 @@ def test_tokens_masks_and_pixels(family, tmp_path):
   if isinstance(given, tuple):
     values, grid = given
     expected = np.concatenate([x.values for x in pixels])
-    assert values.shape == (4, soft * 4, 48) and grid.shape[:2] == (4, soft)
+    patches = soft * reader.processor.merge_size**2
+    assert values.shape == (4, patches, 48) and grid.shape[:2] == (4, soft)
     assert grid[0, :2].tolist() == [x.grid[0].tolist() for x in pixels]
     assert not grid[0, 2:].any() and not grid[2].any()
     given = values

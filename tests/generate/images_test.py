@@ -14,8 +14,6 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine_sampler import EngineSampler, suits
 from tunix.generate.sampler import Sampler
-from tunix.generate.sglang_jax_sampler import SglangJaxSampler
-from tunix.generate.vllm_sampler import VllmSampler
 from tunix.models.images.prompt_images import PromptImages, stacked
 
 STEPS = 6
@@ -165,8 +163,6 @@ def test_what_is_refused(toy):
   assert "prompt_logprobs is True and the prompt has images" in message(
     request, prompts[0], images[0], prompt_logprobs=True
   )
-  for other in (VllmSampler, SglangJaxSampler):
-    assert "images" in other.not_honoured
   if model.attends_within_images:
     sizes = {"page_tokens": 4, "prefill_tokens": 8}
     engine = Engine(model, tokenizer, EngineConfig(**sizes))

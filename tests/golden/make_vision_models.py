@@ -3,7 +3,7 @@
 Run where the `parity` extra is installed: `python tests/golden/make_vision_models.py`,
 with names of models to make these alone.
 The weights are stored in bfloat16 to stay small; all below is computed in float32 from
-them (Qwen3.5: in float64), with eager attention. NAME/expected.npz holds
+them, with eager attention; Gemma 4 and Qwen3.5 in float64. NAME/expected.npz holds
 
   images, or values and grid   what the model reads, see `inputs`
   tokens, mask [3, 20]         row 0 has two images; row 1 none, left-padded; row 2 one
@@ -18,6 +18,7 @@ import contextlib
 import copy
 import pathlib
 import sys
+from unittest import mock
 
 import numpy as np
 import torch
@@ -53,6 +54,42 @@ YARN = {
   "llama_4_scaling_beta": 0.5,
 }
 MINISTRAL = TEXT | {"head_dim": 6, "rope_parameters": YARN}
+# Tiny models of Gemma 4 amplify rounding: norms of short vectors, such as those of the
+# layers' gates. With this epsilon and the seeds below, float32 loses less than 1e-5.
+KINDS = ["sliding_attention", "full_attention"] * 2
+GEMMA = TEXT | {
+  "num_hidden_layers": 4,
+  "layer_types": KINDS,
+  "head_dim": 4,
+  "global_head_dim": 6,
+  "rms_norm_eps": 0.1,
+  "sliding_window": 3,
+  "hidden_size_per_layer_input": 0,
+  "use_bidirectional_attention": "vision",
+}
+# Vectors for every layer, and layers that read the keys of earlier ones.
+VECTORS = {
+  "hidden_size_per_layer_input": 5,
+  "vocab_size_per_layer_input": VOCAB,
+  "num_kv_shared_layers": 2,
+  "pad_token_id": 2,
+}
+EXPERTS = {
+  "enable_moe_block": True,
+  "num_experts": 4,
+  "top_k_experts": 2,
+  "moe_intermediate_size": 6,
+  "attention_k_eq_v": True,
+  "num_global_key_value_heads": 1,
+}
+GEMMA_TOWER = TOWER | {
+  "num_key_value_heads": 3,
+  "head_dim": 4,
+  "position_embedding_size": 12,
+  "rms_norm_eps": 0.05,
+}
+CLIPPED, STANDARD = {"use_clipped_linears": True}, {"standardize": True}
+TIED = {"tie_word_embeddings": True, "initializer_range": 0.3}
 QWEN_TOWER = {
   "hidden_size": 16,
   "intermediate_size": 20,
@@ -79,10 +116,16 @@ QWEN3_5 = QWEN3 | {
 GRID = ((4, 2), (2, 6), (4, 4))
 
 # Name -> (name of the classes in `transformers`, fields of the text model, of the tower
-# and of the whole).
+# and of the whole, with the seed of the weights).
 GOLDEN = {
   "smolvlm": ("SmolVLM", TEXT, SIGLIP, {"scale_factor": 3}),
   "ministral3": ("Mistral3", MINISTRAL, TOWER, {}),
+  "gemma4": (
+    "Gemma4",
+    GEMMA | VECTORS,
+    GEMMA_TOWER | CLIPPED | STANDARD,
+    TIED | {"seed": 2},
+  ),
   "qwen3_5": ("Qwen3_5", QWEN3_5, QWEN_TOWER, {}),
   "qwen3_vl": (
     "Qwen3VL",
@@ -123,6 +166,31 @@ ODD = {
       "projector_hidden_act": "silu",
     },
   ),
+  "experts, keys as values": (
+    "Gemma4",
+    GEMMA | EXPERTS | {"final_logit_softcapping": 5.0},
+    GEMMA_TOWER | STANDARD | {"pooling_kernel_size": 4, "num_hidden_layers": 1},
+    TIED,
+  ),
+  "causal images, wide layers": (
+    "Gemma4",
+    GEMMA
+    | VECTORS
+    | {"use_bidirectional_attention": None, "use_double_wide_mlp": True},
+    GEMMA_TOWER | CLIPPED | {"pooling_kernel_size": 2},
+    TIED | {"seed": 3},
+  ),
+  "few layers, untied": (
+    "Gemma4",
+    GEMMA
+    | {"num_hidden_layers": 2, "layer_types": KINDS[:2], "sliding_window": 1}
+    | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": VOCAB},
+    GEMMA_TOWER
+    | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 12}
+    | {"patch_size": 2, "hidden_activation": "silu"}
+    | {"rope_parameters": {"rope_type": "axial", "rope_theta": 20.0}},
+    {"initializer_range": 0.3, "seed": 1},
+  ),
   "Qwen3.5, tied, squares of three": (
     "Qwen3_5",
     QWEN3_5 | {"num_key_value_heads": 1, "layer_types": ["full_attention"] * 2},
@@ -161,14 +229,12 @@ ODD = {
 
 
 def build(kind, text, tower, fields):
-  prefix, text_type = (
-    ("Mistral3", "Ministral3") if kind == "Mistral3" else (kind, "Llama")
-  )
-  text_type = f"{kind}Text" if kind.startswith("Qwen") else text_type
-  vision = "Pixtral" if kind == "Mistral3" else prefix
+  text_type = {"Mistral3": "Ministral3"}.get(kind, "Llama")
+  text_type = f"{kind}Text" if kind.startswith(("Qwen", "Gemma4")) else text_type
+  vision = "Pixtral" if kind == "Mistral3" else kind
   image = {"image_token_index" if kind == "Mistral3" else "image_token_id": IMAGE}
   tied = fields.get("tie_word_embeddings", False)
-  config = getattr(transformers, f"{prefix}Config")(
+  config = getattr(transformers, f"{kind}Config")(
     text_config=getattr(transformers, f"{text_type}Config")(
       **text, tie_word_embeddings=tied
     ).to_dict(),
@@ -176,14 +242,31 @@ def build(kind, text, tower, fields):
     **{"tie_word_embeddings": False} | image | fields,
   )
   config._attn_implementation = "eager"
-  model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+  model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
   for name, value in model.named_parameters():
     if "norm" in name or name.endswith("bias") or "ln_pre" in name:
       torch.nn.init.normal_(value, std=0.3)
       value.data += 0.0 if name.endswith("bias") or adds_one(kind, name) else 1.0
+    if name.endswith("position_embedding_table"):
+      torch.nn.init.normal_(value, std=0.3)
     if name.endswith("A_log"):  # as slow decays as in odd_models_live_test.py
       torch.nn.init.uniform_(value, -3, 0.5)
+  for name, value in model.named_buffers():
+    if limits := BUFFERS.get(name.rpartition(".")[2]):
+      torch.nn.init.uniform_(value, *limits)
   return model
+
+
+# The buffers that folders hold, and limits of their values.
+BUFFERS = {
+  "layer_scalar": (0.5, 1.5),
+  "std_bias": (-1.0, 1.0),
+  "std_scale": (0.5, 1.5),
+  "input_min": (-1.0, -0.5),
+  "input_max": (0.5, 1.0),
+  "output_min": (-1.0, -0.5),
+  "output_max": (0.5, 1.0),
+}
 
 
 def adds_one(kind, name):
@@ -199,8 +282,13 @@ def inputs(model):
   patch = config.vision_config.patch_size
   if config.model_type.startswith("qwen"):
     return qwen_inputs(rng, patch, config.vision_config.spatial_merge_size)
-  if config.model_type == "mistral3":
-    merged = config.spatial_merge_size
+  if config.model_type in ("mistral3", "gemma4"):
+    is_gemma = config.model_type == "gemma4"
+    merged = (
+      config.vision_config.pooling_kernel_size
+      if is_gemma
+      else config.spatial_merge_size
+    )
     grid = np.array(GRID, np.int32) // 2 * merged
     sizes = grid * patch
     edge = sizes.max(0)
@@ -208,6 +296,8 @@ def inputs(model):
     values = [patches(x[:, :h, :w], patch) for x, (h, w) in zip(pixels, sizes)]
     ours = {"values": np.concatenate(values), "grid": grid}
     theirs = {"image_sizes": torch.tensor(sizes), "pixel_values": torch.tensor(pixels)}
+    if is_gemma:
+      theirs = padded(values, grid)
     return ours, theirs, (grid // merged).prod(1)
   size = config.vision_config.image_size
   pixels = rng.uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
@@ -238,6 +328,23 @@ def patches(image, edge):
   return x.transpose(1, 3, 2, 4, 0).reshape(-1, edge * edge * 3)
 
 
+def padded(values, grid):
+  """The patches of each image and their (column, row), padded to those of the largest.
+
+  Padding has the place (-1, -1).
+  """
+  longest = max(map(len, values))
+  pixels = [np.pad(x, ((0, longest - len(x)), (0, 0))) for x in values]
+  places = np.full((len(grid), longest, 2), -1)
+  for place, (rows, columns) in zip(places, grid):
+    index = np.arange(rows * columns)
+    place[: len(index)] = np.stack([index % columns, index // columns], -1)
+  return {
+    "pixel_values": torch.tensor(np.stack(pixels)),
+    "image_position_ids": torch.tensor(places),
+  }
+
+
 def rows(counts):
   """Returns tokens and mask of three rows with 2, 0 and 1 images of `counts` tokens."""
   rng = np.random.default_rng(1)
@@ -266,10 +373,11 @@ def loss(logits, tokens, mask):
 def logits(model, theirs, tokens, mask):
   positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
   long = lambda x: torch.tensor(x, dtype=torch.long)
+  own = {"position_ids": long(positions)}
+  if model.config.model_type == "gemma4":
+    own["mm_token_type_ids"] = long(tokens == IMAGE)
   if model.config.model_type.startswith("qwen"):  # it finds the three axes itself
     own = {"mm_token_type_ids": long(tokens == IMAGE)}
-  else:
-    own = {"position_ids": long(positions)}
   return model(
     input_ids=long(tokens), attention_mask=long(mask), **own, **theirs
   ).logits
@@ -278,28 +386,22 @@ def logits(model, theirs, tokens, mask):
 @contextlib.contextmanager
 def everything_in_float64():
   """Makes torch compute in float64 where the code of a model asks for float32."""
-  names = (torch, "float32"), (torch, "float"), (torch.Tensor, "float")
-  before = [getattr(*name) for name in names]
-  for name, value in zip(names, (torch.float64, torch.float64, torch.Tensor.double)):
-    setattr(*name, value)
-  try:
+  with (
+    mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
+    mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+  ):
     yield
-  finally:
-    for name, value in zip(names, before):
-      setattr(*name, value)
 
 
 def expected(model):
-  if not model.config.model_type.startswith("qwen3_5"):
+  """Returns the inputs, and what a model computes from them."""
+  if not model.config.model_type.startswith(("gemma4", "qwen3_5")):
     return computed(model)
-  # In float32 the chunks of its recurrence lose up to 4e-5 of a gradient.
+  # In float32 the chunks of Qwen3.5's recurrence lose up to 4e-5 of a gradient.
   model.set_experts_implementation("eager")  # the grouped product has no float64
   with everything_in_float64():
-    exact = computed(copy.deepcopy(model).double())
-  return {
-    name: x.astype(np.float32) if x.dtype == np.float64 else x
-    for name, x in exact.items()
-  }
+    found = computed(copy.deepcopy(model).double())
+  return {k: np.float32(v) if v.dtype == np.float64 else v for k, v in found.items()}
 
 
 def computed(model):
@@ -328,8 +430,9 @@ def computed(model):
 
 def make(case, folder):
   """Writes a model and returns what it computes in float32."""
-  torch.manual_seed(0)
-  model = build(*case)
+  kind, text, tower, fields = case
+  torch.manual_seed(fields.get("seed", 0))
+  model = build(kind, text, tower, {k: v for k, v in fields.items() if k != "seed"})
   model.to(torch.bfloat16).save_pretrained(folder)
   (folder / "model.safetensors").chmod(0o644)
   # Read back: `model.float()` would keep rotary frequencies rounded to bfloat16.

@@ -14,7 +14,7 @@ from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
-from tunix.models.gemma4 import params as gemma4
+from tunix.models.gemma4 import multimodal_params as gemma4_multimodal, params as gemma4
 from tunix.models.glm4_moe_lite import params as glm4_moe_lite
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
@@ -48,7 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
-    gemma4.FAMILY,
+    gemma4.FAMILY,  # before the next one: it is the default for both
+    gemma4_multimodal.FAMILY,
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,

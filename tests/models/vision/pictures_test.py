@@ -9,7 +9,7 @@ import pytest
 from tests.models import checkpoints
 from tests.models.images import toys
 from tunix.models.automodel import AutoModel
-from tunix.models.images.patches import Pixtral, Qwen3VL
+from tunix.models.images.patches import Gemma4, Pixtral, Qwen3VL
 from tunix.models.images.squares import Gemma3, SmolVLM
 from tunix.models.vision.soft_tokens import check_images
 
@@ -18,6 +18,7 @@ MODELS = {
   "gemma3": (Gemma3(size=56, tokens_per_square=4), "<image_soft_token>"),
   "smolvlm": (SmolVLM(tile=24, longest_edge=40, tokens_per_square=4), "<image>"),
   "ministral3": (Pixtral(patch_size=4, longest_edge=24), "[IMG]"),
+  "gemma4": (Gemma4(patch_size=4, max_soft_tokens=8), "<|image|>"),
   "qwen3_vl": (
     Qwen3VL(patch_size=4, min_pixels=256, max_pixels=1024),
     "<|image_pad|>",

@@ -18,7 +18,7 @@ from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.vision import layers, pixtral, qwen
 from tunix.utils import mesh as mesh_lib
 
-NAMES = ("smolvlm", "ministral3", "qwen3_5", "qwen3_vl")
+NAMES = ("smolvlm", "ministral3", "gemma4", "qwen3_5", "qwen3_vl")
 
 
 def folder_of(name):
@@ -81,19 +81,20 @@ def test_text_alone(name, tmp_path):
 
 
 def test_which_folders_load_a_tower_unasked():
-  kinds = ("gemma3", "smolvlm", "idefics3", "qwen3_vl", "mistral3", "qwen3_5")
-  unasked = [families.by_model_type(kind).name for kind in kinds]
+  kinds = ("gemma3", "smolvlm", "idefics3", "qwen3_vl")
   with_tower = ["gemma3_multimodal", "smolvlm", "smolvlm", "qwen3_vl"]
-  assert unasked == [*with_tower, "ministral3", "qwen3_5"]
+  assert [families.by_model_type(kind).name for kind in kinds] == with_tower
   texts = [families.by_model_type(kind, images=False).name for kind in kinds]
-  assert texts == ["gemma3", "llama3", "llama3", "qwen3", "ministral3", "qwen3_5"]
-  for kind in ("mistral3", "qwen3_5", "qwen3_5_moe"):
-    text, asked = (families.by_model_type(kind, images) for images in (None, True))
-    assert asked.name == f"{text.name}_multimodal"
+  assert texts == ["gemma3", "llama3", "llama3", "qwen3"]
+  for kind in ("mistral3", "gemma4", "qwen3_5", "qwen3_5_moe"):
+    text, same, asked = (families.by_model_type(kind, x) for x in (None, False, True))
+    assert text is same and asked.name == f"{text.name}_multimodal"
   with pytest.raises(ValueError, match="model_type 'qwen2_5_vl' is unknown"):
     families.by_model_type("qwen2_5_vl", images=True)
   with pytest.raises(ValueError, match="images is True, and of model_type 'llama'"):
     families.by_model_type("llama", images=True)
+  with pytest.raises(ValueError, match="model_type 'gemma4_unified' is unknown"):
+    families.by_model_type("gemma4_unified", images=True)
   with pytest.raises(ValueError, match="images is False and family is 'smolvlm'"):
     AutoModel.from_pretrained(
       folder_of("smolvlm"), images=False, family=families.FAMILIES["smolvlm"]
@@ -107,7 +108,7 @@ def test_subclasses_of_a_configuration_keep_its_family(kind):
   assert families.of_config(object.__new__(subclass)) is family
 
 
-@pytest.mark.parametrize("name", ["ministral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ("ministral3", "gemma4", "qwen3_vl"))
 def test_images_of_rows_with_padding(name):
   """Rows keep their images; missing images and padding change no logits."""
   want = checkpoints.expected(f"{name}_vision")
@@ -227,6 +228,10 @@ def test_spellings_of_ministral3(key, want):
     ("ministral3", "vision_config", "head_dim", 8, "vision_config.head_dim is 8"),
     ("ministral3", "vision_config", "model_type", "clip", "supported is only 'pixtral"),
     ("ministral3", "vision_config", "num_channels", 1, "num_channels is 1"),
+    ("gemma4", None, "vision_config", None, "vision_config is None"),
+    ("gemma4", "vision_config", "num_key_value_heads", 1, "num_key_value_heads is 1"),
+    ("gemma4", "vision_config", "hidden_size", 16, "head_dim is 4, supported is only"),
+    ("gemma4", "text_config", "use_bidirectional_attention", "all", "is 'all'"),
     ("qwen3_5", "vision_config", "temporal_patch_size", 1, "patch_size is 1, supp"),
     ("qwen3_5", "vision_config", "out_hidden_size", 8, "is 8; expected 16, the text"),
     ("qwen3_5", "vision_config", "num_position_embeddings", 8, "8; expected a square"),
@@ -277,7 +282,7 @@ def test_levels_are_no_pixels():
 def test_no_images(name):
   model = load(name)
   none = {"smolvlm": np.zeros((0, 24, 24, 3), np.float32)}
-  numbers = 2 if name == "ministral3" else 3
+  numbers = 3 if name.startswith("qwen") else 2
   patches = np.zeros((0, 48), np.float32), np.zeros((0, numbers), np.int32)
   assert model.image_features(none.get(name, patches)).size == 0
 

@@ -141,7 +141,12 @@ class Transformer(DecoderLayers):
       positions = positions[..., None] + rope_offsets
     angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
-      index, attention_mask, segment_ids, groups, shared=shared_prompt
+      index,
+      attention_mask,
+      segment_ids,
+      groups,
+      windowed_groups=c.grouped_layers == "sliding",
+      shared=shared_prompt,
     )
     routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)

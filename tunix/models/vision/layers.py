@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.attention import rope
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules
-from tunix.models.transformer.dense.layers import RMSNorm, fresh, param
+from tunix.models.transformer.dense.layers import FrozenParam, RMSNorm, fresh, param
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.unstack import layer_states
@@ -23,8 +23,17 @@ from tunix.models.vision.config import CHANNELS, TowerConfig
 QUERY_BLOCK = 1024
 
 
+class Constant(FrozenParam):
+  """An array of the checkpoint that is never trained, a buffer in transformers."""
+
+
+def constant(value: jax.Array) -> Constant:
+  """Makes a constant that no mesh splits."""
+  return Constant(value, out_sharding=(None,) * value.ndim, eager_sharding=False)
+
+
 def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
-  """Gives all parameters of a tower another type, in place.
+  """Gives all parameters of a tower but constants another type, in place.
 
   Args:
     tower: the tower; constructors of towers call this with `FrozenParam`.
@@ -32,7 +41,7 @@ def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
   """
   for _, module in nnx.iter_modules(tower):
     for name, old in list(vars(module).items()):
-      if isinstance(old, nnx.Param):
+      if isinstance(old, nnx.Param) and not isinstance(old, Constant):
         spec = old.get_metadata("out_sharding")
         new = kind(old.get_value(), out_sharding=spec, eager_sharding=False)
         setattr(module, name, nnx.data(new))
@@ -124,8 +133,9 @@ def attend_all(
   value: Float[Array, "n P N H"],
   block: int = QUERY_BLOCK,
   owners: Int[Array, "n P"] | None = None,
+  scale: float | None = None,
 ) -> Float[Array, "n P N H"]:
-  """Returns softmax(q k^T / sqrt(H)) v without a causal mask.
+  """Returns softmax(scale q k^T) v without a causal mask.
 
   Scores and softmax are float32. They are computed for at most `block` queries at a
   time and recomputed in the backward pass, so that no [P, P] array is held.
@@ -135,8 +145,10 @@ def attend_all(
     block: largest number of queries in a block.
     owners: number of each patch's image; a patch attends to the patches of its image.
       None lets all patches of a row attend to each other.
+    scale: factor of the scores; None for H^(-1/2).
   """
   n, patches, _, head_dim = query.shape
+  factor = head_dim**-0.5 if scale is None else scale
 
   def one(part: tuple[jax.Array, jax.Array | None]) -> jax.Array:
     query, own = part
@@ -146,7 +158,7 @@ def attend_all(
     if own is not None and owners is not None:
       same = own[:, None, :, None] == owners[:, None, None, :]
       scores = jnp.where(same, scores, -jnp.inf)  # a patch sees itself at least
-    weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(scores * factor, axis=-1).astype(value.dtype)
     return jnp.einsum("nhqk,nkhd->nqhd", weights, value)
 
   if patches <= block:
@@ -214,7 +226,10 @@ class VisionAttention(nnx.Module):
 
 
 class VisionLayer(nnx.Module):
-  """Attention and MLP, each after a norm and added to the residual stream."""
+  """Attention and MLP, each after a norm and added to the residual stream.
+
+  With `post_norms`, the outputs of attention and MLP have a norm too (Gemma 4).
+  """
 
   def __init__(
     self,
@@ -223,18 +238,22 @@ class VisionLayer(nnx.Module):
     layer_norm2: LayerNorm | RMSNorm,
     mlp: nnx.Module,
     rules: ShardingRules,
+    post_norms: tuple[RMSNorm, RMSNorm] | tuple[None, None] = (None, None),
   ):
     self.layer_norm1, self.attn = layer_norm1, attn
     self.layer_norm2, self.mlp = layer_norm2, mlp
+    self.post_norm1, self.post_norm2 = map(nnx.data, post_norms)
     self.rules = rules
 
   def __call__(self, x: Float[Array, "n P Dv"], *inputs: Any) -> Float[Array, "n P Dv"]:
     """Runs the layer; `inputs` are the further ones of `VisionAttention`."""
     with jax.named_scope("attn"):
-      x = x + self.attn(self.layer_norm1(x), *inputs)
+      out = self.attn(self.layer_norm1(x), *inputs)
+      x = x + (out if self.post_norm1 is None else self.post_norm1(out))
       x = sharding.pin_activations(x, self.rules)
     with jax.named_scope("mlp"):
-      x = x + self.mlp(self.layer_norm2(x))
+      out = self.mlp(self.layer_norm2(x))
+      x = x + (out if self.post_norm2 is None else self.post_norm2(out))
     return sharding.pin_activations(x, self.rules)
 
 

@@ -132,3 +132,34 @@ class VisionLanguageModel(Transformer):
       lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
       features = self.multi_modal_projector(self.vision_tower(flat))
       return features.reshape(*lead, *features.shape[1:])
+
+
+class PatchesModel(VisionLanguageModel):
+  """A `VisionLanguageModel` of images of any size, which are given as patches.
+
+  Its tower is called with the patches and their grids, and its projector with the
+  outputs of the tower and the grids.
+  """
+
+  def image_features(self, images: Any) -> jax.Array:
+    """Returns the vectors of the soft tokens.
+
+    Args:
+      images: a pair (values, grid), see `PixtralTower`. The pixels are [P, d] for the
+        images of a batch, or [B, P, d] for those of each row; the grids [N, 2] or
+        [B, N, 2]. The edges of a grid are multiples of the m patches along the edge of
+        a soft token. If they are not, or if the grids need more than P patches, all
+        vectors (of the row) are NaN.
+
+    Returns:
+      The vectors [1, K, D] of the batch or [B, 1, K, D] of the rows, K = P / m^2; those
+      of padding are NaN.
+    """
+    values, grid = (jnp.asarray(part) for part in images)
+    by_row = values.ndim == 3
+    if not by_row:
+      values, grid = values[None], grid[None]
+    with jax.named_scope("vision"):
+      patches = self.vision_tower(values, grid)
+      features = self.multi_modal_projector(patches, grid)
+    return features[:, None] if by_row else features
