@@ -58,7 +58,7 @@ def alone(model, batch, row, name):
 
 
 def test_completions_share_the_images_of_their_prompt(family):
-  name, _, model, (batch, _) = family
+  _, _, model, (batch, _) = family
   got = np.asarray(completion_logps(model, batch, PAIR, False))
   want = [[alone(model, batch, row, side) for side in PAIR] for row in range(4)]
   np.testing.assert_allclose(got, want, rtol=1e-5)
