@@ -121,11 +121,27 @@ def test_init_sets_keys(tmp_path, capsys):
   assert set_keys["optimizer"] == {"args": {"b2": 0.5}}
   assert set_keys["data"]["packing"] is True and "lora" not in set_keys
   assert set_keys["training"]["max_steps"] == 7
+  assert "num_epochs" not in set_keys["data"]  # it could end the run before
   assert set_keys["training"]["global_batch_size"] == 8  # not given: the first value
   for key in ("--training.max_steps=many", "--traning.max_steps=1"):
     assert runs.tunix("init", "sft", f"--output={tmp_path / 'other.yaml'}", key) == 2
     assert "training.max_steps" in capsys.readouterr().err
   assert not (tmp_path / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("job", ["sft", "distill", "dpo", "orpo", "reward", "kto"])
+def test_init_writes_the_epochs_that_the_page_advises(job):
+  page = (runs.ROOT / "docs" / "trainers" / f"{job}.md").read_text()
+  [low, high] = re.findall(r"`data.num_epochs` \| (\d)(?: to (\d))?", page)[0]
+  written = yaml.safe_load(init_main.configuration(job, "a.yaml", has_all=False))
+  assert int(low) <= written["data"]["num_epochs"] <= int(high or low)
+  assert "max_steps" not in written["training"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_batch_of_one_is_singular(job):
+  config = config_lib.load([f"--job={job}", "--training.global_batch_size=1"])
+  assert not re.search(r"\b1 [a-z-]+s\b", JOBS[job].batch(config))
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -183,7 +199,7 @@ def test_a_dry_run_warns_of_unusual_values(settings, tmp_path, capsys):
     "training.learning_rate is 1e+09",
     "lora.rank is 64, above the 32 dimensions",
     "training.global_batch_size is 4, and the train data has only 3 records",
-    "1 records of the train data have an empty answer",
+    "the train data has 1 record with an empty answer",
     f"everything would be written to {tmp_path / 'out'}",
   ):
     assert note in said

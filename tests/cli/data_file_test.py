@@ -76,6 +76,13 @@ def test_formats_and_columns(tmp_path, capsys):
   assert shown(capsys, array).startswith(f"{array}: a JSON array, 1 record\n")
 
 
+def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path, capsys):
+  good, bad = {"prompt": "a", "response": "b"}, {"prompt": "\ud800", "response": "b"}
+  file = write(tmp_path / "a.jsonl", good, bad)
+  assert runs.tunix("data", "show", file) == 2
+  assert f"{file}:2: the text holds \\ud800, half" in capsys.readouterr().err
+
+
 def test_a_configuration_of_json_is_none_of_records(tmp_path):
   settings, single = tmp_path / "run.json", tmp_path / "one.json"
   settings.write_text('{"job": "sft",\n "model": {"path": "x"}}\n')

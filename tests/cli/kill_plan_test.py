@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests import kill_plan
+from tests import kill_plan, toys_images
 from tests.cli import runs
 
 SHORT = {
@@ -16,6 +16,7 @@ SHORT = {
   "checkpoint__max_to_keep": 2,
   "logging__tensorboard": "false",
 }
+IMAGES = {"data__max_length": 112, "lora__rank": 2}
 PROMPTS = {
   "reward__functions": "length(target=12)",
   "rollout__max_prompt_length": 48,
@@ -51,6 +52,8 @@ OTHERS = {
     "export__checkpoint": "best",
   },
   "sft, offloaded": {"data__max_length": 48, "training__offload_optimizer": "true"},
+  "sft, images": IMAGES,
+  "dpo, images": IMAGES | {"preference__max_prompt_length": 88},
   "grpo, gdpo": PROMPTS
   | {
     "reward__functions": "[length(target=12), length(target=40)]",
@@ -80,6 +83,9 @@ def plan(job, model, folder, changes=None, **options):
   data.write_text("".join(json.dumps(x) + "\n" for x in records))
   root = folder / "root"
   name, _, keeps = job.partition(", ")
+  if keeps == "images":
+    model = toys_images.folder("smolvlm", folder / "model")
+    data = toys_images.write_records(folder, 16, "pair" if name == "dpo" else "sft")
   keys = {"job": name, "model__path": model, "data__train": data, **SHORT}
   keys |= {**JOBS, **OTHERS}[job] | (changes or {})
   if keeps:

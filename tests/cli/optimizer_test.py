@@ -1,7 +1,9 @@
 """Optimizers and schedules by name, with what they need filled in."""
 
 import functools
+import inspect
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ import pytest
 from flax import nnx
 
 from tests import optimizers, toys
+from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.make import optimizer
 from tunix.cli.run.settle import settle_values
+from tunix.cli.settings.training import OptimizerSettings
 from tunix.models import automodel, lora
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
@@ -295,3 +299,11 @@ def test_values_that_a_schedule_refuses():
 def test_optimizers_that_cannot_be_used(keys, message):
   with pytest.raises(ValueError, match=message):
     optimizer.build_optimizer(config(**keys), 0.1)
+
+
+def test_help_and_page_have_the_default_weight_decay():
+  default = inspect.signature(optax.adamw).parameters["weight_decay"].default
+  page = runs.ROOT / "docs" / "guides" / "command.md"
+  for text in (OptimizerSettings.__doc__, page.read_text()):
+    [shown] = re.findall(r"(?:adamw is|in optax:) (\d+e-\d+)", text)
+    assert float(shown) == default

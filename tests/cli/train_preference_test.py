@@ -220,7 +220,10 @@ def test_labels_out_of_balance_are_a_note(keys, tmp_path, capsys):
   assert train(keys, training__max_steps=1) == 0
   said = capsys.readouterr().out
   assert "4 desirable, 8 undesirable" in said
-  assert "weigh 0.50 times" in said and "preference.desirable_weight=2 " in said
+  assert "note: desirable completions weigh 0.50 times" in said
+  assert "preference.desirable_weight=2 " in said
+  result = json.loads((keys["output_dir"] / "result.json").read_text())
+  assert any("weigh 0.50 times" in note for note in result["notes"])
   for record in records:
     record["label"] = True
   write(keys["data__train"], records)

@@ -73,7 +73,7 @@ def test_a_lora_run_leaves_everything_in_its_folder(finished):
   assert "layers.attn.q_proj" in stdout
   assert "trainable 4,096 of 55,584 parameters" in stdout
   assert "train data: 16 records" in stdout
-  assert "4 rows of at most 48 tokens, in 2 micro-batches; 6 steps" in stdout
+  assert "4 records of at most 48 tokens, in 2 micro-batches; 6 steps" in stdout
   assert f"train loss {steps[1]['loss']:.4f} -> {steps[6]['loss']:.4f}" in stdout
 
 

@@ -218,7 +218,7 @@ def test_short_records_share_rows(ragged, job):
 def test_the_start_of_a_run_and_the_first_batch_say_the_width(long, capsys):
   assert runs.tunix("train", "--dry-run", *runs.arguments(**long)) == 0
   said = capsys.readouterr().out
-  assert "4 rows of at most 1024 tokens" in said
+  assert "4 records of at most 1,024 tokens" in said
   assert "train rows: 64 tokens" in said
   first = next(line for line in said.splitlines() if line.startswith("4 rows x 64 "))
   assert runs.tunix("data", "show", *runs.arguments(**long)) == 0

@@ -186,7 +186,7 @@ def test_prompts_of_rewards_may_have_parts():
       "w: \"instruction\" is '', expected te",
     ),
     (SFT, {"instruction": "a", "input": 3, "output": "x"}, 'w: "input" is 3, expected'),
-    (SFT, {"instruction": "a", "output": 3}, 'w: "response" is a int'),
+    (SFT, {"instruction": "a", "output": 3}, 'w: "response" is an int'),
     (SFT, {"conversations": "x"}, 'w: "conversations" is'),
     (
       SFT,

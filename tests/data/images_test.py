@@ -17,16 +17,18 @@ from tunix.data.reading.files import open_file
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import HeldRecords, Renamed
 from tunix.data.reading.stream import Streamed, of_file
-from tunix.data.records import PAIRS, SFT
-from tunix.data.rows import OneRow
+from tunix.data.records import ANSWERED, LABELLED, PAIRS, SFT
+from tunix.data.render import render_record
+from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.models import automodel
 
 ANSWER = {"role": "assistant", "content": "a cat."}
+APART = SideBySide(max_prompt_length=24, max_completion_length=8)
 
 
-@pytest.fixture(scope="module", params=toys.NAMES)
+@pytest.fixture(scope="module", params=toys.ALL)
 def family(request, tmp_path_factory):
   """(name, model folder, tokenizer, reader) of a family."""
   name = request.param
@@ -44,10 +46,8 @@ def smol(tmp_path):
 
 def source_of(records, tokenizer, reader, **options):
   layout = OneRow(max_length=options.pop("max_length", 96))
-  options = {"images": reader, **options}
-  return Source(
-    records=records, kind=SFT, tokenizer=tokenizer, layout=layout, **options
-  )
+  options = {"images": reader, "kind": SFT, "layout": layout, **options}
+  return Source(records=records, tokenizer=tokenizer, **options)
 
 
 def element(source) -> Any:
@@ -55,13 +55,13 @@ def element(source) -> Any:
 
 
 def test_tokens_masks_and_pixels(family, tmp_path):
-  name, _, tokenizer, reader = family
+  _, _, tokenizer, reader = family
   records = open_file(toys.write_records(tmp_path))
   source = source_of(records, tokenizer, reader)
   rendered = source.render(0)  # two images
   text = tokenizer.decode(rendered.prompt, skip_special_tokens=False)
-  image = "".join(reader.processor.text(x.grid) for x in rendered.pictures)
-  assert image in text and text.count("what is 0?") == 1
+  images = [reader.processor.text(x.grid) for x in rendered.pictures]
+  assert all(image in text for image in images) and text.count("what is 0?") == 1
   assert [str(x) for x in rendered.pictures] == [
     f"pictures/{i}.png, 40 x 20 pixels, {x.num_tokens} tokens"
     for i, x in enumerate(rendered.pictures)
@@ -76,10 +76,11 @@ def test_tokens_masks_and_pixels(family, tmp_path):
   batch = next(iter(batches(records, tokenizer, reader, image_tokens=soft)))
   pixels = [reader.processor(x.image) for x in rendered.pictures]
   given = batch["images"]
-  if name == "ministral3":
+  if isinstance(given, tuple):
     values, grid = given
     expected = np.concatenate([x.values for x in pixels])
-    assert values.shape == (4, soft * 4, 48) and grid.shape == (4, soft, 2)
+    patches = soft * reader.processor.merge_size**2
+    assert values.shape == (4, patches, 48) and grid.shape[:2] == (4, soft)
     assert grid[0, :2].tolist() == [x.grid[0].tolist() for x in pixels]
     assert not grid[0, 2:].any() and not grid[2].any()
     given = values
@@ -144,6 +145,71 @@ def test_every_form_gives_one_row(smol, tmp_path):
     np.testing.assert_array_equal(row.pictures[0].image, first.pictures[0].image, form)
 
 
+def pair_forms(path):
+  """One pair in every form."""
+  text = {"type": "text", "text": "\nwhat?"}
+  answers = {"chosen": ANSWER, "rejected": {**ANSWER, "content": "a dog."}}
+  texts = {name: turn["content"] for name, turn in answers.items()}
+  turns = {name: [turn] for name, turn in answers.items()}
+  shown = user({"type": "image", "image": path.name}, text)
+  empty = user({"type": "image"}, text)
+  whole = lambda prompt: {name: [prompt, turn] for name, turn in answers.items()}
+  said = {name: {"from": "gpt", "value": text} for name, text in texts.items()}
+  human = {"from": "human", "value": "<image>\nwhat?"}
+  cell = [{"bytes": path.read_bytes(), "path": None}]
+  return {
+    "parts": {"prompt": [shown], **texts},
+    "parts, whole": whole(shown),
+    "parts, whole with prompt": {"prompt": [shown], **whole(shown)},
+    "TRL": {"images": cell, "prompt": [empty], **turns},
+    "TRL, whole": {"images": cell, **whole(empty)},
+    "marks": {"image": path.name, "prompt": "<image>\nwhat?", **texts},
+    "LLaVA": {"image": path.name, "conversations": [human], **said},
+  }
+
+
+def test_every_form_of_a_pair_gives_one_row(smol, tmp_path):
+  path = toys.draw(tmp_path / "cat.png", 0)
+  tokenizer, reader = smol
+  options: Any = {"images": reader, "folder": tmp_path}
+  forms = pair_forms(path)
+  single = {"prompt": forms["parts"]["prompt"], "completion": "a cat.", "label": True}
+  alone = chat.render({"messages": [*single["prompt"], ANSWER]}, tokenizer, **options)
+  rows = [render_record(single, LABELLED, tokenizer, **options)]
+  rows += [render_record(x, PAIRS, tokenizer, **options) for x in forms.values()]
+  for form, row in zip(("labelled", *forms), rows):
+    np.testing.assert_array_equal(row.prompt, alone.prompt, form)
+    trained = alone.completions[0][alone.masks[0] == 1]
+    np.testing.assert_array_equal(row.completions[0], trained, form)
+    assert [x.image.shape for x in row.pictures] == [(20, 40, 3)], form
+    dog = [tokenizer.decode(x).strip() for x in row.completions[1:]]
+    assert dog == ["a dog."] * (form != "labelled"), form
+
+
+def test_refused_pairs(smol, tmp_path):
+  toys.draw(tmp_path / "cat.png", 0)
+  asked = user(HERE)
+  later = [asked, ANSWER, asked, ANSWER]
+  for record, message in (
+    ({"rejected": later[1:]}, '"rejected" holds an image after the prompt; expected'),
+    (
+      {"rejected": "b", "image": "cat.png"},
+      "0 placeholders .* and 1 images in 'image'",
+    ),
+    ({"rejected": [{**ANSWER, "content": [HERE]}]}, "of the assistant holds an image"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      PAIRS.read({"prompt": [asked], "chosen": [ANSWER], **record}, "x")
+  file = tmp_path / "data.jsonl"
+  file.write_text(
+    json.dumps({"prompt": [asked], "chosen": "a", "rejected": "b"}) + "\n"
+  )
+  records = open_file(file, PAIRS)
+  options: Any = {"kind": PAIRS, "layout": APART, "overlong": "truncate"}
+  with pytest.raises(ValueError, match=r"data.jsonl:1: .* images need 12; .*within"):
+    source_of(records, *smol, **options).element(0)
+
+
 def test_paths_begin_in_the_folder_of_their_file(smol, tmp_path):
   files = [toys.write_records(tmp_path / part) for part in ("a", "b")]
   toys.draw(tmp_path / "b" / "pictures" / "0.png", 9)
@@ -168,6 +234,33 @@ def test_bytes_of_columns_stay_bytes_and_have_a_digest(tmp_path):
   assert held.raw(0)["label"] == "text"
   opened = [HeldRecords([{"image": Image.open(path)}], name="x") for _ in range(2)]
   assert opened[0].fingerprint == opened[1].fingerprint
+
+
+def test_real_parquet(smol, tmp_path):
+  """A column of the type Image in pairs as TRL has them, and one of bytes."""
+  datasets = pytest.importorskip("datasets")
+  path = toys.draw(tmp_path / "cat.png", 0)
+  text = {"type": "text", "text": "what?"}
+  answers = {
+    n: [{**ANSWER, "content": [{**text, "text": n}]}] for n in PAIRS.completions
+  }
+  pair = {"images": [str(path)], "prompt": [user(EMPTY, text)], **answers}
+  image = datasets.List(datasets.Image())
+  table = datasets.Dataset.from_list([pair]).cast_column("images", image)
+  table.to_parquet(str(tmp_path / "pairs.parquet"))
+  texts = {"image": path.read_bytes(), "prompt": "<image>what?", "response": "chosen"}
+  datasets.Dataset.from_list([texts]).to_parquet(str(tmp_path / "texts.parquet"))
+  path.unlink()  # the tables hold its bytes
+  read = open_file(tmp_path / "pairs.parquet", PAIRS)
+  layout = SideBySide(max_prompt_length=88, max_completion_length=24)
+  pairs = source_of(read, *smol, kind=PAIRS, layout=layout)
+  rows = source_of(open_file(tmp_path / "texts.parquet"), *smol)
+  one, two = pairs.render(0), rows.render(0)
+  np.testing.assert_array_equal(one.prompt, two.prompt)
+  trained = two.completions[0][two.masks[0] == 1]
+  np.testing.assert_array_equal(one.completions[0], trained)
+  np.testing.assert_array_equal(one.pictures[0].image, two.pictures[0].image)
+  assert one.pictures[0].image.shape == (20, 40, 3)
 
 
 def of(*turns, **columns):
@@ -237,11 +330,12 @@ def test_records_with_images_elsewhere(smol, tmp_path):
     source_of(records, *smol, image_tokens=0).element(0)
   with pytest.raises(ValueError, match=r"image_tokens is 4; .*Raise"):
     source_of(records, *smol, image_tokens=4).element(0)
-  with pytest.raises(ValueError, match="packing is set and the records have images"):
+  with pytest.raises(ValueError, match="packing is True and the records have images"):
     batches(records, *smol, packing=True)
-  pair = {"prompt": [user(HERE)], "chosen": "a", "rejected": "b"}
-  with pytest.raises(ValueError, match="read by the job sft alone"):
-    PAIRS.read(pair, "x")
+  with pytest.raises(ValueError, match="jobs that read images may have parts"):
+    ANSWERED.read({"prompt": [user(HERE)], "response": "a"}, "x")
+  with pytest.raises(ValueError, match="of the kind 'answered'; expected a kind whose"):
+    source_of([{}], *smol, kind=ANSWERED, layout=APART)
 
 
 def test_rows_are_never_cut_within_images(smol, tmp_path):

@@ -200,7 +200,7 @@ def test_records_on_disk_and_bad_ones(tmp_path):
   for left, right in zip(build(), build(formats.JsonlRecords(path)), strict=True):
     same(left, right)
   path.write_text('{"text": "a"}\n{"text": 3}\n')
-  with pytest.raises(ValueError, match=r'data\.jsonl:2: "text" is a int'):
+  with pytest.raises(ValueError, match=r'data\.jsonl:2: "text" is an int'):
     list(build(formats.JsonlRecords(path)))
 
 

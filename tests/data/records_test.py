@@ -89,8 +89,8 @@ def test_labelled():
     ([], "found a list, expected"),
     ({"prompt": "a", "chosen": "b"}, "found fields 'prompt', 'chosen', expected"),
     ({"chosen": "b", "rejected": "c"}, 'no "prompt", and "chosen" and "rejected"'),
-    ({"prompt": 3, "chosen": "b", "rejected": "c"}, '"prompt" is a int'),
-    ({"prompt": "a", "chosen": 1, "rejected": "c"}, '"chosen" is a int'),
+    ({"prompt": 3, "chosen": "b", "rejected": "c"}, '"prompt" is an int'),
+    ({"prompt": "a", "chosen": 1, "rejected": "c"}, '"chosen" is an int'),
     ({"prompt": "a", "chosen": [], "rejected": "c"}, '"chosen" is an empty list'),
     (
       {"prompt": "a", "chosen": [{"role": "user"}], "rejected": "c"},
@@ -161,7 +161,7 @@ def test_prompts():
   [
     ({"text": "a"}, "found fields 'text', expected"),
     ({"prompt": "a", "messages": [user("a")]}, "found fields 'prompt', 'messages'"),
-    ({"prompt": 3}, '"prompt" is a int'),
+    ({"prompt": 3}, '"prompt" is an int'),
     ({"prompt": []}, '"prompt" is an empty list'),
     ({"messages": "a"}, '"messages" is a str'),
     ({"messages": [model("x")]}, "the only message is an answer"),

@@ -42,7 +42,7 @@ REASONS = [
 @pytest.mark.parametrize("mask, segments, reason", REASONS)
 def test_a_batch_that_trains_nothing_says_why(mask, segments, reason):
   fields = batch(input_tokens=[[1, 2, 3]], input_mask=[mask], segment_ids=[segments])
-  with pytest.raises(ValueError, match="1 rows x 3 tokens trains nothing: .*" + reason):
+  with pytest.raises(ValueError, match="1 row x 3 tokens trains nothing: .*" + reason):
     show.check_supervision(fields)
 
 

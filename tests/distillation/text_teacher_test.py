@@ -243,7 +243,7 @@ def test_what_cannot_be_aligned_is_refused():
   with pytest.raises(ValueError, match=r"a TextTeacher, which .*_prompt_length None"):
     trainers.on_policy(PolicyGradientStrategy(), **options)
   t = aligned()
-  with pytest.raises(ValueError, match="1 prompts and no teacher_prompts"):
+  with pytest.raises(ValueError, match="1 prompt and no teacher_prompts"):
     t._read({"prompts": [[5, 6]]})
   read = t._read({"prompts": [[5, 6]], "teacher_prompts": ["a sea"]})
   assert read.teacher_prompt_ids is not None

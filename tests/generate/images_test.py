@@ -12,10 +12,8 @@ from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
-from tunix.generate.engine_sampler import EngineSampler
+from tunix.generate.engine_sampler import EngineSampler, suits
 from tunix.generate.sampler import Sampler
-from tunix.generate.sglang_jax_sampler import SglangJaxSampler
-from tunix.generate.vllm_sampler import VllmSampler
 from tunix.models.images.prompt_images import PromptImages, stacked
 
 STEPS = 6
@@ -75,6 +73,17 @@ def test_the_padded_sampler_equals_recomputation(toy):
   # Without the pixels, the same tokens have other log-probs.
   with pytest.raises(AssertionError, match="Not equal to tolerance"):
     check(model, prompts[0], other, rows[0])
+
+
+@pytest.mark.parametrize("toy", toys_images.OTHERS, indirect=True)
+def test_positions_continue_behind_images(toy):
+  test_the_padded_sampler_equals_recomputation(toy)
+  model, tokenizer, prompts, images, _ = toy
+  assert not suits(model)
+  sizes = {"slots": 3, "max_tokens": 64, "page_tokens": 4, "prefill_tokens": 20}
+  engine = Engine(model, tokenizer, EngineConfig(rounds=4, **sizes))
+  with pytest.raises(ValueError, match="whose images also change rotary positions"):
+    engine.run([request(prompts[0], images[0])])
 
 
 def test_the_engine_equals_recomputation_and_shares_equal_images_alone(toy):
@@ -154,8 +163,6 @@ def test_what_is_refused(toy):
   assert "prompt_logprobs is True and the prompt has images" in message(
     request, prompts[0], images[0], prompt_logprobs=True
   )
-  for other in (VllmSampler, SglangJaxSampler):
-    assert "images" in other.not_honoured
   if model.attends_within_images:
     sizes = {"page_tokens": 4, "prefill_tokens": 8}
     engine = Engine(model, tokenizer, EngineConfig(**sizes))

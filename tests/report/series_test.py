@@ -53,11 +53,14 @@ def test_two_files_and_modes_by_name(tmp_path):
 DAMAGE = [
   (b"", None),
   (b'{"step": 3, "loss"', None),  # is being written
-  (b"\0\0\0\n[1]\n", "2 lines of metrics.jsonl are damaged and skipped, the first is"),
-  (b'{"step": "x"}\n{"loss": 1}\n{"step": 1, "a": [1]}\n', "3 lines of"),
-  (b'{"step": 1, "a": null}\n', "1 lines of"),
+  (b"\0\0\0\n[1]\n", "2 damaged lines of metrics.jsonl skipped, the first is"),
+  (b'{"step": "x"}\n{"loss": 1}\n{"step": 1, "a": [1]}\n', "3 damaged lines of"),
+  (b'{"step": 1, "a": null}\n', "1 damaged line of"),
   (b"x" * (3 << 20) + b"\n", "damaged"),
-  (b'{"step": %s, "loss": 1}\n{"step": -1, "loss": 1}\n' % (b"9" * 4000), "2 lines"),
+  (
+    b'{"step": %s, "loss": 1}\n{"step": -1, "loss": 1}\n' % (b"9" * 4000),
+    "2 damaged lines",
+  ),
 ]
 
 

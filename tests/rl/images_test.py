@@ -211,9 +211,8 @@ def test_rows_of_a_group_share_the_images_of_their_prompt(family):
   np.testing.assert_allclose(scores(model, given, each), whole, atol=1e-5)
   tiled = scores(model, given, given.images, tile_rows=3)
   np.testing.assert_allclose(tiled, whole, atol=1e-5)
-  if images.can_share_prompts(model):
-    shared = scores(model, given, given.images, group_size=GROUP)
-    np.testing.assert_allclose(shared, whole, atol=1e-5)
+  shared = scores(model, given, given.images, group_size=GROUP)
+  np.testing.assert_allclose(shared, whole, atol=1e-5)
   # The pixels count, for each row those of its own prompt.
   other = jax.tree.map(np.copy, given.images)
   jax.tree.leaves(other)[0][1] *= -1

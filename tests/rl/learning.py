@@ -233,7 +233,9 @@ def main() -> None:
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
   options.add_argument("--lags", type=int, nargs="+", default=[0], help="0: `sync`")
   options.add_argument("--rate", type=float, help="of learning; else the algorithm's")
-  options.add_argument("--iterations", type=int, help="updates on the same rollouts")
+  options.add_argument(
+    "--iterations", type=int, help="passes over a batch, with two updates each"
+  )
   options.add_argument("--stop", type=int, default=STEPS, help="steps to make")
   options.add_argument("--center", type=int, default=0, help="center_scores")
   options.add_argument("--kind", help="of the correction")

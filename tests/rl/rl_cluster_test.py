@@ -134,7 +134,7 @@ def test_refused_roles():
     GRPOLearner(clusters.cluster(critic=True), GRPOConfig(beta=0.0), clusters.even)
   with pytest.raises(ValueError, match="beta is 0 and there is a reference"):
     clusters.grpo(reference=clusters.model(seed=1))
-  with pytest.raises(TypeError, match="perf_config is a int: expected"):
+  with pytest.raises(TypeError, match="perf_config is an int: expected"):
     clusters.RLCluster(
       actor=model,
       tokenizer=clusters.Words(),

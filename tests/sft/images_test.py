@@ -13,6 +13,7 @@ from tunix.data.images import ImageReader
 from tunix.data.pipeline import build_dataset
 from tunix.data.reading.files import open_file
 from tunix.models import lora
+from tunix.models.adapters import lora_modules
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.sft.steps.module_state import trained_variables
 
@@ -27,7 +28,7 @@ def adapted(folder):
   return lora.apply(toys_images.load(folder), lora.LoraConfig(rank=2))
 
 
-@pytest.mark.parametrize("name", toys_images.NAMES)
+@pytest.mark.parametrize("name", toys_images.ALL)
 def test_a_global_batch_gives_one_update_however_it_is_cut(name, tmp_path):
   folder = toys_images.folder(name, tmp_path / "model")
   records = toys_images.write_records(tmp_path)
@@ -60,6 +61,34 @@ def test_the_tower_is_frozen_until_it_is_asked_for(tmp_path):
   assert "vision_tower" not in names
   model.train_tower()
   assert any(path.startswith("vision_tower.") for path in trained_variables(model))
+
+
+def test_the_command_trains_the_tower(prepared, capsys):
+  keys = {"lora__rank": "null", "model__train_tower": "true", "data__scan_limit": 2}
+  keys |= {"output_dir": prepared / "out", "training__max_steps": 1}
+  assert command(prepared, training__learning_rate=0.01, **keys) == 0
+  before, after = (
+    trainers.leaves(toys_images.load(folder))
+    for folder in (prepared / "model", prepared / "out" / "export")
+  )
+  for name in ("patch_embedding.kernel", "layers.mlp.fc1.kernel"):
+    path = f"vision_tower.{name}"
+    assert np.abs(after[path] - before[path]).max() > 1e-4, name
+  for changed, message in (
+    ({"lora__rank": 2}, "model.train_tower is true and lora.rank is set"),
+    ({"model__images": "false"}, "is true and the model is loaded without a vision"),
+  ):
+    assert command(prepared, **(keys | changed)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_targets_outside_the_text_layers_are_refused(tmp_path):
+  model = toys_images.load(toys_images.folder("smolvlm", tmp_path / "model"))
+  for target in ("vision_tower.layers.attn.q_proj", "multi_modal_projector.proj"):
+    with pytest.raises(ValueError, match=f"'{target}': {target} cannot be adapted"):
+      lora.apply(model, lora.LoraConfig(rank=2, targets=(target,)))
+  adapted = lora.apply(model, lora.LoraConfig(rank=2, targets=("q_proj",)))
+  assert list(lora_modules.adapted(adapted)) == ["layers.attn.q_proj"]
 
 
 def command(tmp_path, **keys):

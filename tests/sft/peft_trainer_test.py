@@ -378,7 +378,7 @@ def test_the_metrics_logger_is_there_to_read():
 def test_a_run_that_ends_before_max_steps_says_so(caplog):
   result = trainers.trainer(max_steps=7).train(trainers.smalls(2))
   (note,) = result.notes
-  assert "the data ended after 2 of max_steps 7" in note
+  assert "the data ended after 2 steps, and max_steps is 7" in note
   assert note in str(result) and note in caplog.text
 
 

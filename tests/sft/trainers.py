@@ -53,6 +53,13 @@ def leaves(model: nnx.Module, kind: Any = nnx.Variable) -> dict[str, np.ndarray]
   return {name: as_numpy(x) for name, x in flat.items()}
 
 
+def shake(model: nnx.Module) -> None:
+  """Changes the adapters of a model, in place: B of new ones is 0."""
+  keys = iter(jax.random.split(jax.random.key(1), 99))
+  draw = lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape)
+  nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.LoRAParam)))
+
+
 def as_numpy(x: Any) -> np.ndarray:
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)

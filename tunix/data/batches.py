@@ -18,6 +18,7 @@ from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, Text
 from tunix.data.rows import SideBySide
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import checks
 
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]
@@ -92,14 +93,14 @@ def read_pairs(
   Args:
     columns: either text columns `prompts`, `chosen_responses`, `rejected_responses` (or
       `prompt`, `chosen`, `rejected`) and optionally `margins`; or token columns
-      `NAME_ids` and `NAME_mask` for `prompt`, `chosen` and `rejected`. Both may have
-      `weights`.
+      `NAME_ids` and `NAME_mask` for `prompt`, `chosen` and `rejected`, and optionally
+      `images` of the prompts. Both may have `weights`.
     options: settings for text columns.
     may_share: accepts batches of `buckets.batch_pairs` too, and returns their columns.
 
   Returns:
     int32 ids and masks, [B, P] of prompts and [B, C] of completions; `weights` float32
-    [B], 0 in padding; `margins` float32 [B] if given.
+    [B], 0 in padding; `margins` float32 [B] and `images` if given.
 
   Raises:
     BadRow: a row has no useful gradient.
@@ -253,7 +254,7 @@ def _split(
     other := [text for text in rest.values() if not isinstance(text, str)]
   ):
     raise ValueError(
-      f"{where}: the prompt is a text and a completion a {type(other[0]).__name__}; "
+      f"{where}: the prompt is a text and a completion {checks.type_of(other[0])}; "
       "make both texts, or the prompt a list of messages"
     )
   return start, list(rest.values())
@@ -266,7 +267,7 @@ def _text(text: object, where: str) -> Text:
     return turns
   if not isinstance(turns, list | tuple):
     raise ValueError(
-      f"{where} is a {type(text).__name__}, expected a text, a message or a list of "
+      f"{where} is {checks.type_of(text)}, expected a text, a message or a list of "
       "messages"
     )
   turns = list(turns)
@@ -286,10 +287,11 @@ def _checked(
       f"the batch has no {missing[0]!r} (found {sorted(batch)}); token rows need "
       f"{sorted(needed)}"
     )
-  if unknown := sorted(batch.keys() - {*needed, "weights"}):
+  if unknown := sorted(batch.keys() - {*needed, "weights", "images"}):
     raise ValueError(f"the batch has a field {unknown[0]!r} that nothing reads")
   read = {name: np.asarray(batch[name]) for name in needed}
   _check_shapes(read, completions)
+  images = _images(batch.get("images"), len(read["prompt_ids"]))
   filled = np.stack([read[f"{n}_mask"].astype(bool).any(axis=1) for n in names])
   weights = batch.get("weights")
   weights = filled.any(axis=0) if weights is None else weights
@@ -300,7 +302,21 @@ def _checked(
   for index in np.flatnonzero(bad | same):
     options.refuse(f"row {index} of the batch: {_EQUAL if same[index] else _EMPTY}")
     keep[index] = 0.0
-  return {**read, "weights": keep}
+  return {**read, **images, "weights": keep}
+
+
+def _images(images: Any, count: int) -> dict[str, Any]:
+  """Returns checked images as a field, {} without images."""
+  if images is None:
+    return {}
+  parts = images if isinstance(images, tuple) else (images,)
+  sizes = {len(array) for array in parts}
+  if sizes != {count}:
+    raise ValueError(
+      f"images have {sorted(sizes)} rows; expected {count}, those of the prompts. Give "
+      "every prompt a row of images, blank ones where it has none"
+    )
+  return {"images": images}
 
 
 def _checked_shared(columns: Mapping[str, Any], options: TextOptions) -> Rows:

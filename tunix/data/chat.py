@@ -162,7 +162,7 @@ def opened(
   if images is None:
     raise ValueError(
       f"{where}: the record has an image, and only text is read here; expected a model "
-      "with a vision tower in the job sft, grpo or ppo (model.images=true; in Python "
+      "with a vision tower in a job that reads images (model.images=true; in Python "
       "images=ImageReader(folder, model.config)). Or leave out the image"
     )
   pictures = images.open(sources, folder, where)
@@ -353,7 +353,7 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered
   return row
 
 
-def _check_text(text: str) -> None:
+def check_unicode(text: str) -> None:
   """Refuses text with half of a surrogate pair: JSON allows it, UTF-8 does not."""
   try:
     text.encode()
@@ -382,7 +382,7 @@ def _tokenise(
   tokens: list[int] = []
   mask: list[int] = []
   for segment in segments:
-    _check_text(segment.text)
+    check_unicode(segment.text)
     encode = tokenizer.encode_continuation if tokens else tokenizer.encode
     ids = encode(segment.text)
     tokens += ids

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.utils import checks
+
 
 def describe(record: Mapping[str, Any]) -> str:
   """Returns the names of a record's fields and which are null, for error messages."""
@@ -27,7 +29,7 @@ def check_mapping(record: object, where: str, expected: str) -> None:
     ValueError: the record has another type.
   """
   if not isinstance(record, Mapping):
-    raise ValueError(f"{where}: found a {_type_name(record)}, {expected}")
+    raise ValueError(f"{where}: found {checks.type_of(record)}, {expected}")
 
 
 def check_tools(record: Mapping[str, Any], where: str) -> None:
@@ -38,10 +40,10 @@ def check_tools(record: Mapping[str, Any], where: str) -> None:
   """
   tools = record.get("tools")
   if not isinstance(tools, list | None):
-    wrong = f"is a {_type_name(tools)}"
+    wrong = f"is {_type_name(tools)}"
   else:
     others = [tool for tool in tools or [] if not isinstance(tool, Mapping)]
-    wrong = f"holds a {_type_name(others[0])}" if others else None
+    wrong = f"holds {_type_name(others[0])}" if others else None
   if wrong:
     raise ValueError(f'{where}: "tools" {wrong}, expected a list of JSON schemas')
 
@@ -62,7 +64,7 @@ def check_string(
   """
   if not isinstance(record[field], str):
     raise ValueError(
-      f'{where}: "{field}" is a {_type_name(record[field])}, expected a string'
+      f'{where}: "{field}" is {_type_name(record[field])}, expected a string'
       f"{alternative}"
     )
 
@@ -99,7 +101,7 @@ def check_messages(messages: object, where: str, *, images: bool = False) -> Non
     ValueError: the value or one of its messages has the wrong form.
   """
   if not isinstance(messages, list) or not messages:
-    problem = "an empty list" if messages == [] else f"a {_type_name(messages)}"
+    problem = "an empty list" if messages == [] else _type_name(messages)
     raise ValueError(f"{where} is {problem}, expected a list of messages")
   for number, message in enumerate(messages):
     _check_message(message, f"{where}[{number}]", images)
@@ -132,7 +134,7 @@ def check_one_form(completions: Mapping[str, Any], where: str) -> None:
   """
   if len({isinstance(value, str) for value in completions.values()}) > 1:
     types = " and ".join(
-      f'"{name}" is a {_type_name(value)}' for name, value in completions.items()
+      f'"{name}" is {_type_name(value)}' for name, value in completions.items()
     )
     raise ValueError(
       f"{where}: {types}; expected two texts or two lists of messages. Write both in "
@@ -143,7 +145,7 @@ def check_one_form(completions: Mapping[str, Any], where: str) -> None:
 def _check_message(message: object, where: str, images: bool) -> None:
   if not isinstance(message, Mapping):
     raise ValueError(
-      f'{where} is a {_type_name(message)}, expected {{"role": ..., "content": ...}}'
+      f'{where} is {_type_name(message)}, expected {{"role": ..., "content": ...}}'
     )
   role, content = message.get("role"), message.get("content")
   if not isinstance(role, str):
@@ -156,8 +158,8 @@ def _check_message(message: object, where: str, images: bool) -> None:
     _check_parts(content, role, f'{where}: "content"')
   elif not isinstance(content, str) and not calls_tools:
     raise ValueError(
-      f'{where}: "content" is {_type_name(content)}, expected a string. Parts with '
-      "images are read by the job sft alone"
+      f'{where}: "content" is {_type_name(content)}, expected a string. Only '
+      "records of jobs that read images may have parts, see docs/guides/images.md"
     )
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):
@@ -197,4 +199,4 @@ def _check_parts(parts: list[Any], role: str, where: str) -> None:
 
 
 def _type_name(value: object) -> str:
-  return "missing" if value is None else type(value).__name__
+  return "missing" if value is None else checks.type_of(value)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from tunix.data import image_parts
 from tunix.generate.tokenizer import messages
+from tunix.utils import checks
 
 _ALPACA = ("instruction", "input", "system", "history")
 _CALL = ("function_call", "tool_call")
@@ -223,7 +224,7 @@ def _trl(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rest | {"prompt": prompt, "response": completion}
   if not isinstance(completion, list) or not isinstance(prompt, list):
     raise ValueError(
-      f'{where}: "prompt" is a {type(prompt).__name__} and "completion" a '
+      f'{where}: "prompt" is {checks.type_of(prompt)} and "completion" a '
       f"{type(completion).__name__}, expected two texts or two lists of messages"
     )
   context = [

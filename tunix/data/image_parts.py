@@ -7,6 +7,9 @@ A content with images is a list of parts {"type": "text", "text": ...} and {"typ
   OpenAI   {"type": "image_url", "image_url": {"url": "data:..."}}
   TRL      {"type": "image"} in the messages, and the images in a column "images"
   LLaVA    "<image>" in the text, and the images in a column "image" or "images"
+
+Completions that are whole conversations repeat the placeholders of the prompt, which
+stand for the same images.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 
 COLUMNS = ("images", "image")
 _MARK = "<image>"
+# Columns that may repeat the prompt.
+_COMPLETIONS = ("chosen", "rejected", "completion")
 # Keys of a part that hold its image, in order of preference.
 _SOURCES = ("image", "path", "url")
 
@@ -36,7 +41,8 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   given = [image for name in names for image in _listed(record[name])]
   if not given and not any(map(_has_parts, record.values())):
     return record
-  waiting: list[Part] = []
+  # Placeholders of the prompt, and those of each completion.
+  waiting: dict[str, list[Part]] = {name: [] for name in ("", *_COMPLETIONS)}
   changed: dict[str, Any] = {}
   for name, column in record.items():
     value: Any = column
@@ -46,18 +52,20 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if _has_messages(value):
       turns: list[Any] = list(value)
       value = [_with_parts(turn, bool(given)) for turn in turns]
-      waiting += [part for turn in value for part in _empty(turn.get("content"))]
+      places = [part for turn in value for part in _empty(turn.get("content"))]
+      waiting[name if name in _COMPLETIONS else ""] += places
     if name not in names:
       changed[name] = value
-  if len(waiting) != len(given):
-    raise ValueError(
-      f"{where}: {len(waiting)} placeholders of images and {len(given)} images in "
-      f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. "
-      f'Put {{"type": "image"}} into the messages, or {_MARK} into the text, for each '
-      'image of a column. Without a column, give each part its "image"'
-    )
-  for part, image in zip(waiting, given, strict=True):
-    part["image"] = image
+  for places in [x for x in waiting.values() if x] or [[]]:
+    if len(places) != len(given):
+      raise ValueError(
+        f"{where}: {len(places)} placeholders of images and {len(given)} images in "
+        f"{' and '.join(map(repr, names)) or 'the columns'}; expected equal numbers. "
+        f'Put {{"type": "image"}} into the messages, or {_MARK} into the text, for '
+        'each image of a column. Without a column, give each part its "image"'
+      )
+    for part, image in zip(places, given, strict=True):
+      part["image"] = image
   return changed
 
 

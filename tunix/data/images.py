@@ -184,7 +184,7 @@ class ImageReader:
         f"the row has {found} image tokens (id {self.soft_token}), and its "
         f"{len(pictures)} images need {expected}; expected equal numbers. Use the "
         "model's own tokenizer, leave texts of image tokens out, and do not cut rows "
-        "with images (raise max_length, or set overlong to 'drop')"
+        "within images (raise the largest length, or set overlong to 'drop')"
       )
 
   def row(self, pictures: Sequence[Picture], max_tokens: int) -> Any:

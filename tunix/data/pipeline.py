@@ -160,11 +160,9 @@ def build_batches(
       f"{names[0]} and {names[1]} are both set; expected one of them, because each "
       "decides the lengths of rows. Leave one of them out"
     )
-  if source.has_images and (packing or length_buckets or shared_rows is not None):
-    name = "shared_rows" if shared_rows is not None else names[0]
-    raise ValueError(
-      f"{name} is set and the records have images; expected one record in each row, in "
-      "the order of the data. Leave it out"
+  if source.has_images:
+    check_image_rows(
+      packing=packing, length_buckets=list(length_buckets), shared_rows=shared_rows
     )
   if shared_rows is not None and not widths:
     raise ValueError(
@@ -205,6 +203,23 @@ def build_batches(
     )
   stack = functools.partial(source.stack, **part)
   return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
+
+
+def check_image_rows(**settings: object) -> None:
+  """Refuses settings that put records with images into one row, or change their order.
+
+  Args:
+    **settings: values by name; those that are false are accepted.
+
+  Raises:
+    ValueError: names the setting.
+  """
+  for name, value in settings.items():
+    if value:
+      raise ValueError(
+        f"{name} is {value!r} and the records have images; expected one record in each "
+        "row, in the order of the data. Leave it out"
+      )
 
 
 def _elements(

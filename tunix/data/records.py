@@ -23,8 +23,9 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained. In records of SFT, messages that are not the
-assistant's may hold images, see `tunix.data.image_parts`. So may prompts with columns.
+context for the model and is not trained. In records of SFT, PAIRS, LABELLED and
+PROMPT_ROWS, messages of the prompt that are not the assistant's may hold images, see
+`tunix.data.image_parts`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix.data import fields, forms as foreign, image_parts
+from tunix.utils import terminal
 
 Text = str | Sequence[Mapping[str, Any]]
 # Cells of CSV are text, and Python's csv module writes True and False.
@@ -90,10 +92,11 @@ class Kind:
     expected: description of its forms, for error messages.
     read: (record, place) -> Record; raises ValueError for a wrong record.
     completions: names of the completions of a record.
-    noun: plural noun for the records in reports.
+    noun: plural noun for the records in reports; `counted` puts a number before it.
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
     teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
+    has_images: True if prompts may hold images.
   """
 
   name: str
@@ -104,6 +107,11 @@ class Kind:
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
   teacher_tokenizer: Any = None
+  has_images: bool = False
+
+  def counted(self, count: int) -> str:
+    """Returns a number with the noun of the records: 1 pair, 2 pairs."""
+    return terminal.counted(count, self.noun.removesuffix("s"))
 
 
 def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
@@ -293,9 +301,15 @@ def _read_completions(
   fields.check_tools(record, where)
   for name in (*kind.completions, "prompt"):
     if name in record:
-      fields.check_text(record, name, where)
+      fields.check_text(record, name, where, images=kind.has_images)
   completions = {name: record[name] for name in kind.completions}
   prompt, completions = split(record.get("prompt"), completions, where)
+  for name, completion in completions.items():
+    if image_parts.sources(completion):
+      raise ValueError(
+        f'{where}: "{name}" holds an image after the prompt; expected images in the '
+        "prompt alone, which is what all completions share. Move it, or drop the record"
+      )
   fields.check_one_form(completions, where)
   return record, Record(kind.name, prompt, completions, {}, record.get("tools"))
 
@@ -382,6 +396,7 @@ SFT = Kind(
   ),
   read=read_sft,
   forms=foreign.FINE_TUNING,
+  has_images=True,
 )
 PAIRS = Kind(
   name="pair",
@@ -393,6 +408,7 @@ PAIRS = Kind(
   completions=("chosen", "rejected"),
   noun="pairs",
   forms=foreign.PAIRS,
+  has_images=True,
 )
 LABELLED = Kind(
   name="labelled",
@@ -400,6 +416,7 @@ LABELLED = Kind(
   read=read_labelled,
   noun="completions",
   forms=foreign.LABELLED,
+  has_images=True,
 )
 ANSWERED = Kind(
   name="answered",
@@ -425,6 +442,7 @@ PROMPT_ROWS = Kind(
   read=read_prompt_row,
   completions=(),
   noun="prompts",
+  has_images=True,
 )
 KINDS = {
   kind.name: kind for kind in (SFT, PAIRS, LABELLED, ANSWERED, PROMPTS, PROMPT_ROWS)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data import chat as chats, image_parts, records
-from tunix.data.chat import Rendered
+from tunix.data.chat import Expand, Rendered
 from tunix.data.images import ImageReader, reference
 from tunix.data.records import (
   IMAGE_TOKENS_COLUMN,
@@ -55,8 +55,7 @@ def render_record(
     record: the record.
     kind: kind that the record is read as.
     tokenizer, where, chat, template_kwargs, reasoning: as for `tokenise`.
-    images, folder: as for `tunix.data.chat.render`; for records of SFT and of
-      PROMPT_ROWS.
+    images, folder: as for `tunix.data.chat.render`; for kinds that may have images.
 
   Raises:
     ValueError: the record is malformed, or nothing of it would be trained; begins with
@@ -72,6 +71,8 @@ def render_record(
   options["template_kwargs"] = chats.with_tools(read.tools, template_kwargs)
   options["reasoning"] = reasoning
   texts = read.completions
+  sources = image_parts.sources(read.prompt)
+  pictures, options["expand"] = chats.opened(sources, images, folder, where)
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)
   empty = tuple(
     number
@@ -84,7 +85,7 @@ def render_record(
     reads = tokenizer if kind.teacher_tokenizer is None else kind.teacher_tokenizer
     own = tokenise(extra[TEACHER_PROMPT], [], reads, **options)
     extra[TEACHER_PROMPT] = own.prompt
-  return rendered._replace(extra=extra, empty=empty)
+  return rendered._replace(extra=extra, empty=empty, pictures=pictures)
 
 
 def _prompt_row(
@@ -133,6 +134,7 @@ def tokenise(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
   reasoning: Reasoning = "keep",
+  expand: Expand | None = None,
 ) -> Rendered:
   """Returns the tokens of a prompt and its completions.
 
@@ -146,6 +148,7 @@ def tokenise(
       the tokenizer has a chat template.
     template_kwargs: further variables of the chat template.
     reasoning: see `tunix.data.chat.render`.
+    expand: see `tunix.data.chat.render_completion`.
 
   Raises:
     ValueError: the template is missing or refuses the messages, the prompt is empty, or
@@ -164,7 +167,9 @@ def tokenise(
   source: Any = prompt
   texts: Any = completions
   rows = [
-    chats.render_completion(source, text, tokenizer, reasoning=reasoning, **options)
+    chats.render_completion(
+      source, text, tokenizer, reasoning=reasoning, expand=expand, **options
+    )
     for text in texts or [None]
   ]
   is_plain = isinstance(prompt, str) and not (

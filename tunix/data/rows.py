@@ -12,11 +12,12 @@ makes a batch of elements, and `lengths` and `tokens` count for reports.
   positions      0, 1, 2, ... from the start of each segment
   segment_ids    1, 2, ... by example within the row; 0 is padding
 
-Rows of records with images have a further field `images`, the argument of the model's
-call: float32 arrays of pixels, or a pair of such an array and of grids.
-
 `SideBySide` pads prompts on the left and completions on the right, as rollouts are
 padded. `tunix.data.batching.prompts.PromptText` keeps prompts as text.
+
+Rows of records with images have a further field `images`, the argument of the model's
+call: float32 arrays of pixels, or a pair of such an array and of grids. All completions
+of a prompt share its images.
 """
 
 from __future__ import annotations
@@ -71,18 +72,21 @@ class OneRow:
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
     """Returns the number of tokens of each part that has a limit."""
-    lengths = {"record": self.tokens(rendered)}
-    if rendered.pictures:
-      lengths[IMAGE_TOKENS] = sum(image.num_tokens for image in rendered.pictures)
-    return lengths
+    return {"record": self.tokens(rendered)} | _image_tokens(rendered)
 
   def tokens(self, rendered: Rendered) -> int:
     """Returns the number of tokens that reports count."""
     return len(rendered.prompt) + len(rendered.completions[0])
 
-  def element(self, rendered: Rendered) -> Row:
-    """Returns the tokens and the mask [T], which are packed or padded later."""
-    return {"input_tokens": rendered.tokens, "input_mask": rendered.mask}
+  def element(self, rendered: Rendered, images: Any = None) -> Row:
+    """Returns the tokens and the mask [T], which are packed or padded later.
+
+    Args:
+      rendered: a record.
+      images: its images for the model, or None.
+    """
+    row = {"input_tokens": rendered.tokens, "input_mask": rendered.mask}
+    return row if images is None else row | {"images": images}
 
   def stack(
     self,
@@ -106,7 +110,7 @@ class OneRow:
     """
     del names
     part = list(elements[first : first + count])
-    batch = stack_images(elements, part, count)
+    batch = stack_images([row.get("images") for row in (elements[0], *part)], count)
     part += [empty_row(self.max_length, pad_id)] * (count - len(part))
     return {name: np.stack([row[name] for row in part]) for name in FIELDS} | batch
 
@@ -166,15 +170,20 @@ class SideBySide:
       lengths["completion"] = max(map(len, rendered.completions))
     if TEACHER_PROMPT in rendered.extra:
       lengths["teacher prompt"] = len(rendered.extra[TEACHER_PROMPT])
-    return lengths
+    return lengths | _image_tokens(rendered)
 
   def tokens(self, rendered: Rendered) -> int:
     """Returns the number of tokens that reports count: those of the completions."""
     return sum(map(len, rendered.completions))
 
-  def element(self, rendered: Rendered) -> Rendered:
-    """Returns the record unchanged; `stack` pads it."""
-    return rendered
+  def element(self, rendered: Rendered, images: Any = None) -> Rendered:
+    """Returns the record, which `stack` pads, with its images for the model in `extra`.
+
+    The files' own pixels are left out, because they would take memory until then.
+    """
+    if images is None:
+      return rendered
+    return rendered._replace(pictures=(), extra={**rendered.extra, "images": images})
 
   def sequences(self, rendered: Rendered) -> list[Row]:
     """Returns the tokens and the mask [T] of the prompt with each completion."""
@@ -208,7 +217,7 @@ class SideBySide:
       int32 arrays `prompt_ids`, `prompt_mask` [B, P], and `NAME_ids`, `NAME_mask` [B,
       C] for every completion NAME. `labels` bool [B], or `margins` float32 [B], if the
       records have them; also `teacher_prompt_ids`, `teacher_prompt_mask` [B, Q] and
-      `teacher` int32 [B]. `weights` float32 [B], 0 in rows of padding.
+      `teacher` int32 [B], and `images`. `weights` float32 [B], 0 in rows of padding.
 
     Raises:
       ValueError: some records have a margin and others none.
@@ -216,6 +225,8 @@ class SideBySide:
     part = list(elements[first : first + count])
     missing = count - len(part)
     batch = columns(part, names, self, pad_id, missing)
+    images = [row.extra.get("images") for row in (elements[0], *part)]
+    batch |= stack_images(images, count)
     # Rows of padding get one prompt token, because a row without a token would have no
     # key to attend to, and its softmax would be NaN.
     batch["prompt_mask"][len(part) :, -1] = 1
@@ -421,24 +432,28 @@ def join_row(elements: Sequence[Row], *, max_length: int, pad_id: int) -> Row:
   return row
 
 
-def stack_images(
-  elements: Sequence[Row], part: Sequence[Row], count: int
-) -> dict[str, Any]:
+def _image_tokens(rendered: Rendered) -> dict[str, int]:
+  """Returns the number of image tokens as a part of a record's lengths."""
+  if not rendered.pictures:
+    return {}
+  return {IMAGE_TOKENS: sum(image.num_tokens for image in rendered.pictures)}
+
+
+def stack_images(images: Sequence[Any], count: int) -> dict[str, Any]:
   """Returns the images of a part of a batch as a field, or no field.
 
   Args:
-    elements: rows of the whole batch; a batch has at least one.
-    part: rows of this process.
+    images: those of the first row of the whole batch, which gives the shape, then those
+      of the part's rows. None in rows without the field.
     count: number of rows of the field; further rows have no images.
   """
-  if "images" not in elements[0]:
+  if images[0] is None:
     return {}
 
   def stack(*arrays: np.ndarray) -> np.ndarray:
     blank = [np.zeros_like(arrays[0])] * (count + 1 - len(arrays))
     return np.stack([*arrays[1:], *blank])
 
-  images = [row["images"] for row in (elements[0], *part)]
   if isinstance(images[0], tuple):
     return {"images": tuple(map(stack, *images))}
   return {"images": stack(*images)}

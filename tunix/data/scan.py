@@ -28,7 +28,7 @@ from tunix.data.records import (
 )
 from tunix.data.rows import IMAGE_TOKENS
 from tunix.data.source import Source
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 
 UNIT = 64  # tokens of which widths are multiples
 SCANNED = 1024  # records of a stream that a scan without a limit reads
@@ -123,16 +123,18 @@ class Report:
       "without their reasoning": self.stripped,
     }
     always = ("dropped", "truncated") if kind.name == "sft" else ()
-    total = "a stream of" if self.records is None else f"{self.records:,}"
-    parts = [f"{total} {kind.noun}{part}: {self.kept:,} kept"]
+    streamed = f"a stream of {kind.noun}"
+    total = streamed if self.records is None else kind.counted(self.records)
+    parts = [f"{total}{part}: {self.kept:,} kept"]
     parts += [f"{n:,} {name}" for name, n in counts.items() if n or name in always]
     if self.forms:
       parts.append(f"read as {' and '.join(self.forms)} have them")
     text = ", ".join(parts)
     if kind.name == "sft":
-      text += f"; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
+      tokens = terminal.counted(self.tokens, "token")
+      text += f"; {tokens}, {self.trained_tokens:,} of them trained"
     elif kind.completions:
-      text += f"; {self.tokens:,} tokens of completions"
+      text += f"; {terminal.counted(self.tokens, 'token')} of completions"
     one_row = {"record": "the longest", IMAGE_TOKENS: "the most images"}
     text += "; " + ", ".join(
       one_row.get(what, f"the longest {what}")

@@ -58,7 +58,11 @@ def check_supervision(batch: object) -> int:
   if trained:
     return trained
   mask, segments = _field(batch, "input_mask"), _segments(batch)
-  size = f"a batch of {mask.shape[0]} rows x {mask.shape[1]} tokens trains nothing: "
+  rows, tokens = mask.shape
+  size = (
+    f"a batch of {terminal.counted(rows, 'row')} x {terminal.counted(tokens, 'token')} "
+    "trains nothing: "
+  )
   if not segments.any():
     raise ValueError(size + "every row is padding; the data ended before this batch")
   if not mask.any():
@@ -97,7 +101,8 @@ def describe_batch(
   count, length = tokens.shape
   trained, padding = int(targets.sum()), int((segments == 0).sum())
   lines = [
-    f"{count} rows x {length} tokens: {trained} trained, "
+    f"{terminal.counted(count, 'row')} x {terminal.counted(length, 'token')}: "
+    f"{trained} trained, "
     f"{tokens.size - trained - padding} context, {padding} padding"
   ]
   marks = _marks(colour)
@@ -195,11 +200,13 @@ def describe_rendered(
   """
   prompt, marks = rendered.prompt, _marks(colour)
   text = _decoded(prompt, tokenizer)
-  lines = [f"prompt, {len(prompt)} tokens:\n{text}"] if len(prompt) else []
+  count = terminal.counted(len(prompt), "token")
+  lines = [f"prompt, {count}:\n{text}"] if len(prompt) else []
   lines[:0] = [f"image {i}: {x}" for i, x in enumerate(rendered.pictures, start=1)]
   for name, ids, mask in zip(names, rendered.completions, rendered.masks):
     text = _marked(ids, mask != 0, tokenizer, marks)
-    lines.append(f"{name}, {len(ids)} tokens, {int(mask.sum())} trained:\n{text}")
+    count = terminal.counted(len(ids), "token")
+    lines.append(f"{name}, {count}, {int(mask.sum())} trained:\n{text}")
   lines += [f"{name}: {value}" for name, value in rendered.extra.items()]
   return "\n".join(lines)
 
@@ -240,10 +247,9 @@ def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:
   used = int((segments != 0).sum())
   if not used:
     return f"row {row}: padding"
-  pieces = len(np.unique(segments[segments != 0]))
-  plural = "" if pieces == 1 else "s"
+  pieces = terminal.counted(len(np.unique(segments[segments != 0])), "segment")
   return (
-    f"row {row}: {pieces} segment{plural}, {used} tokens, {int(targets.sum())} "
+    f"row {row}: {pieces}, {terminal.counted(used, 'token')}, {int(targets.sum())} "
     f"trained, {len(segments) - used} padding"
   )
 

@@ -54,11 +54,12 @@ class Source:
       reasoning off: "error", "strip" (trains the answer alone) or "keep". If "strip"
       leaves nothing of an answer, it is an empty completion, and a record of
       fine-tuning is left out.
-    images: reads the images of records of SFT and PROMPT_ROWS; None refuses records
-      with images.
+    images: reads the images of records of a kind that may have some
+      (`Kind.has_images`); None refuses records with images.
     image_tokens: largest number of image tokens of a row, which decides how many pixels
-      each row has. 0: rows have no field `images`. None: as many as a row has tokens.
-      For records of SFT; prompts keep paths and data URIs.
+      each row has. 0: rows have no field `images`. None: as many as a row, or a prompt
+      beside its completions, has tokens. Unused for PROMPT_ROWS, which
+      keep paths and data URIs.
   """
 
   records: Sequence[Mapping[str, Any]] | Streamed
@@ -84,10 +85,10 @@ class Source:
         f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
         f"{self.kind.name!r}"
       )
-    if self.images is not None and self.kind not in (SFT, PROMPT_ROWS):
+    if self.images is not None and not self.kind.has_images:
       raise ValueError(
-        f"images is set and the records are of the kind {self.kind.name!r}; expected "
-        "records of fine-tuning, or prompts with columns. Leave images out"
+        f"images is set and the records are of the kind {self.kind.name!r}; expected a "
+        "kind whose prompts may hold images. Leave images out"
       )
     if not isinstance(self.records, Streamed) and not len(self.records):
       raise ValueError("records is empty; give at least one record")
@@ -200,24 +201,31 @@ class Source:
     fitted = self.fit(rendered, index)
     if fitted is None or self.fault(rendered, fitted, index):
       return None
-    element: Any = self.layout.element(fitted)
     if self.images is not None and self.has_images:
-      assert isinstance(self.layout, OneRow)
-      limit = self.image_tokens or self.layout.max_length
+      assert not isinstance(self.layout, PromptText)
+      limit = self.image_tokens or self._prompt_limit
       tokens = sum(picture.num_tokens for picture in fitted.pictures)
       if tokens > limit:
         raise ValueError(
           f"{self.where(index)}: the record has {tokens} image tokens and image_tokens "
           f"is {limit}; expected at most as many. Raise image_tokens"
         )
-      return {**element, "images": self.images.row(fitted.pictures, limit)}
+      return self.layout.element(fitted, self.images.row(fitted.pictures, limit))
     if fitted.pictures and self.kind is not PROMPT_ROWS:
       raise ValueError(
         f"{self.where(index)}: the record has images, and the records that were "
         "scanned at the start have none; expected images in them too, because all rows "
         "of a run have one form. Move a record with images to the start of the data"
       )
-    return element
+    return self.layout.element(fitted)
+
+  @property
+  def _prompt_limit(self) -> int:
+    """Largest number of tokens that may be of images."""
+    if isinstance(self.layout, SideBySide):
+      return self.layout.max_prompt_length
+    assert isinstance(self.layout, OneRow)
+    return self.layout.max_length
 
   def none_left(self, scanned: int | None = None) -> str:
     """Returns the error message for a source whose records are all dropped.

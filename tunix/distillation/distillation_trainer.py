@@ -35,6 +35,7 @@ from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.steps import windows
 from tunix.sft.steps.module_state import trained_variables
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,13 +257,13 @@ def _check_models(
   """
   if not isinstance(student, nnx.Module):
     raise TypeError(
-      f"student_model is a {type(student).__name__}, expected an nnx.Module: "
+      f"student_model is {checks.type_of(student)}, expected an nnx.Module: "
       "DistillationTrainer(student, teacher, strategy, optimizer, training_config)"
     )
   if teacher is not None and not isinstance(teacher, kinds):
     names = ", ".join(kind.__name__ for kind in kinds)
     raise TypeError(
-      f"teacher_model is a {type(teacher).__name__}, expected one of {names}, or None "
+      f"teacher_model is {checks.type_of(teacher)}, expected one of {names}, or None "
       "with batches that have teacher_output"
     )
   models = getattr(teacher, "models", {"": teacher}).values()

@@ -45,7 +45,7 @@ from tunix.sft.loop import trainer_arguments
 from tunix.sft.loop.trainer_arguments import Optimizer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
-from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib, terminal
 
 _EVALUATION = 2**32 - 1  # the step number that seeds the samples of evaluations
 
@@ -140,7 +140,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   ):
     if not isinstance(training_config, OnPolicyConfig):
       raise TypeError(
-        f"training_config is a {type(training_config).__name__}, expected an "
+        f"training_config is {checks.type_of(training_config)}, expected an "
         "OnPolicyConfig(max_prompt_length=..., max_completion_length=...)"
       )
     _check_policy(strategy, training_config)
@@ -207,7 +207,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     if (limit is None) != (prompts is None) or len(prompts or ()) not in (0, count):
       number = "no" if prompts is None else len(prompts)
       raise ValueError(
-        f"the batch has {count} prompts and {number} teacher_prompts, and "
+        f"the batch has {terminal.counted(count, 'prompt')} and {number} "
+        "teacher_prompts, and "
         f"max_teacher_prompt_length is {limit}: set both, with one for each prompt, or "
         "neither"
       )
@@ -363,7 +364,7 @@ def _check_teacher(
   has_prompts = config.max_teacher_prompt_length is not None
   if isinstance(teacher, SelfTeacher | TextTeacher) and not has_prompts:
     raise ValueError(
-      f"teacher_model is a {type(teacher).__name__}, which reads prompts of its own, "
+      f"teacher_model is {checks.type_of(teacher)}, which reads prompts of its own, "
       "and max_teacher_prompt_length None. Set it, and add teacher_prompts to batches"
     )
   if isinstance(teacher, TeacherCache) and has_prompts:
@@ -378,6 +379,6 @@ def _check_teacher(
   if moves and not isinstance(strategy, kinds):
     raise ValueError(
       f"strategy is {type(strategy).__name__} and the teacher, with prompts of its own "
-      f"or not a single model, a {type(teacher).__name__}. Use "
+      f"or not a single model, {checks.type_of(teacher)}. Use "
       f"{' or '.join(kind.__name__ for kind in kinds)}"
     )

@@ -114,13 +114,14 @@ def _adapted(model: Any) -> LanguageModel:
   return calling.adapt(model, remedy=": give the strategy a forward function")
 
 
-def _sequences(model: object, inputs: Inputs) -> Sequences:
+def _sequences(model: Any, inputs: Inputs) -> Sequences:
   if "input_tokens" not in inputs:
     raise ValueError(
       f"the inputs are {sorted(inputs)}, without input_tokens. Add this field with "
       "with_gen_model_input_fn, or give the strategy forward functions"
     )
   extra = {name: inputs[name] for name in _further_fields(model) if name in inputs}
+  extra |= calling.images_of(model, inputs)
   arrays = (inputs.get(name) for name in _FIELDS[1:])
   return Sequences(jnp.asarray(inputs["input_tokens"]), *arrays, extra=extra)
 

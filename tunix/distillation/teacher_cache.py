@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.data.reading.store import RowStore, row_key
+from tunix.data.reading.store import RowStore, row_key, without_blanks
 from tunix.distillation import outputs
 from tunix.distillation.outputs import Inputs
 from tunix.models import calling
@@ -159,7 +159,7 @@ class TeacherCache:
         f"{len(self)} rows: fill it with the batches of the training (the same tokens "
         "and the same padding), or give it the teacher"
       )
-    rows = {k: x for k, x in inputs.items() if tree.is_array(x)}
+    rows = {k: x for k, x in inputs.items() if _are_arrays(x)}
     score = _score(self.top_k, self.temperature)
     # The keys pass through the same program as the rows, so that keys and rows of all
     # processes come back in the same order.
@@ -236,9 +236,13 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
       "needs to find rows. Add input_tokens"
     )
   tokens = np.asarray(inputs["input_tokens"])
-  arrays = {n: x for n, x in inputs.items() if n in fields and tree.is_array(x)}
+  arrays = {n: x for n, x in inputs.items() if n in fields and _are_arrays(x)}
   arrays = {**arrays, "input_tokens": tokens}
-  plain = [(name, _plain(x)) for name, x in sorted(arrays.items())]
+  plain = [
+    (name, _plain(x))
+    for name, some in sorted(arrays.items())
+    for x in jax.tree.leaves(some)
+  ]
   rows = len(tokens)
   keys = []
   for row in range(rows):
@@ -246,9 +250,16 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
     for name, array in plain:
       # An array without a row axis, such as a table of positions, is part of each key.
       value = array[row] if array.shape[:1] == (rows,) else array
+      value = without_blanks(value) if name == "images" else value
       parts += [f"{name}{value.shape}{value.dtype}".encode(), value.tobytes()]
     keys.append(row_key(parts))
   return keys
+
+
+def _are_arrays(field: object) -> bool:
+  """Returns True for an array, or several of them as of images."""
+  leaves = jax.tree.leaves(field)
+  return bool(leaves) and all(map(tree.is_array, leaves))
 
 
 def _plain(array: object) -> np.ndarray:

@@ -300,6 +300,26 @@ def adapt(model: nnx.Module, remedy: str = "") -> LanguageModel:
   return (_FromHidden if offers_hidden else _FromLogits)(model, parameters, remedy)
 
 
+def images_of(model: nnx.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the field `images` of a batch as an argument of a model; {} without it.
+
+  Args:
+    model: the model that reads the batch.
+    batch: fields by name.
+
+  Raises:
+    ValueError: the batch has images and the model's call takes none.
+  """
+  if batch.get("images") is None:
+    return {}
+  if not takes(call_parameters(model), "images"):
+    raise ValueError(
+      f"the batch has images, and {type(model).__name__}.__call__ takes none; expected "
+      "a model with a vision tower. Load it with images=True, or leave the images out"
+    )
+  return {"images": batch["images"]}
+
+
 def vocab_size(model: nnx.Module) -> int | None:
   """Returns the size of a model's vocabulary; None if the model does not state it."""
   return getattr(model, "vocab_size", None) or config_value(model, "vocab_size")

@@ -13,6 +13,7 @@ from tunix.plan.handover import Handover
 from tunix.plan.program import ProgramEstimate
 from tunix.plan.residents import gib
 from tunix.plan.rollout import Rollouts
+from tunix.utils import terminal
 from tunix.utils.setting import field_values, named_values
 
 SERVE = "serve"  # the name of a server among the jobs
@@ -149,10 +150,11 @@ class RunEstimate:
     mesh = _axes(self.mesh)
     if self.handover is not None:
       mesh += f" trains, {_axes(self.handover.mesh)} samples"
-    kind = "" if self.chip is None else f" {self.chip.kind}"
+    kind = "" if self.chip is None else f"{self.chip.kind} "
+    devices = terminal.counted(self.devices, f"{kind}device")
     return [
       f"{self.job}: {self.model}",
-      f"on {self.topology}: {self.devices}{kind} devices, {mesh}; of each:",
+      f"on {self.topology}: {devices}, {mesh}; of each:",
     ]
 
   def _rows(self) -> list[list[str]]:

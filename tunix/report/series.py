@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tunix.sft.metrics.jsonl import METRICS_FILE, TIMINGS_FILE
 from tunix.sft.metrics.records import decode
+from tunix.utils import terminal
 
 # Bytes. A longer line is no record of metrics: a damaged file may lack line ends.
 _LONGEST_LINE = 1 << 20
@@ -150,7 +151,8 @@ def _read_file(file: BinaryIO, name: str, curves: Curves, buckets: int) -> None:
       modes[mode].add(step, value)
   if count:
     curves.notes.append(
-      f"{count:,} lines of {name} are damaged and skipped, the first is line {first:,}"
+      f"{terminal.counted(count, 'damaged line')} of {name} skipped, the first is line "
+      f"{first:,}"
     )
 
 

@@ -15,6 +15,7 @@ from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
 from tunix.rl.config import RLTrainingConfig
+from tunix.utils import checks
 from tunix.utils.metric import SAME, Metric
 
 _SEVERAL = "if a batch has several prompts, each with several completions"
@@ -312,7 +313,7 @@ def make_tracer(
   """
   if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
     raise TypeError(
-      f"perf_config is a {type(perf_config).__name__}: expected a "
+      f"perf_config is {checks.type_of(perf_config)}: expected a "
       "tunix.perf.metrics.PerfMetricsConfig, or None"
     )
   options = config.perf_metrics_options

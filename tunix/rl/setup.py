@@ -11,7 +11,6 @@ from flax import nnx
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
 from tunix.rl.algorithm_config import LOSS_ALGOS, AlgorithmConfig
-from tunix.rl.prompts import images
 from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -58,13 +57,11 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
     config.num_generations > 1
     and config.exact_tile_rows is None
     and all(calling.adapt(model).shares_prompts for model in models)
-    and (cluster.images is None or all(map(images.can_share_prompts, models)))
   )
   if config.shared_prompt and not can:
     raise ValueError(
       "shared_prompt is True, but each prompt has one completion, or the actor or the "
-      "reference cannot share prompts (our text decoders can, and those whose image "
-      "tokens attend causally): leave it None"
+      "reference cannot share prompts (our decoders can): leave it None"
     )
   return can if config.shared_prompt is None else config.shared_prompt
 

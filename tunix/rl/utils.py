@@ -13,6 +13,7 @@ from tunix.generate.padded import requests
 from tunix.models import calling, heads
 from tunix.models.adapters import lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
+from tunix.utils import checks
 
 
 class VocabularyMismatchError(ValueError):
@@ -39,7 +40,7 @@ def create_critic_model(
   """
   if not isinstance(actor, Transformer):
     raise TypeError(
-      f"a critic cannot be made from a {type(actor).__name__}, whose unembedding is "
+      f"a critic cannot be made from {checks.type_of(actor)}, whose unembedding is "
       "unknown: pass another critic, whose output is [B, T, 1]"
     )
   critic = heads.with_scores(actor, 1, seed=seed)

@@ -27,7 +27,7 @@ from tunix.serve.http.bodies import (
 )
 from tunix.serve.http.errors import ApiError, as_api_error
 from tunix.serve.http.guard import check
-from tunix.serve.openai import calls, tokens
+from tunix.serve.openai import lifecycle, tokens
 from tunix.serve.openai.chat import ChatJob
 from tunix.serve.openai.completions import CompletionJob
 from tunix.serve.openai.context import Context, Grammars, LoadModel
@@ -116,25 +116,25 @@ def application(
 
 
 async def _completions(call: Call, context: Context) -> Answer | Stream:
-  return await calls.serve(context, call, CompletionJob)
+  return await lifecycle.serve(context, call, CompletionJob)
 
 
 async def _chat(call: Call, context: Context) -> Answer | Stream:
-  return await calls.serve(context, call, ChatJob)
+  return await lifecycle.serve(context, call, ChatJob)
 
 
 async def _generate(call: Call, context: Context) -> Answer | Stream:
-  return await calls.serve(context, call, tokens.GenerateJob)
+  return await lifecycle.serve(context, call, tokens.GenerateJob)
 
 
 async def _tokenize(call: Call, context: Context) -> Answer:
   work = context.readers.run(read_size(call), tokens.tokenize, call, context)
-  return await calls.within(context.clock(), work)
+  return await lifecycle.within(context.clock(), work)
 
 
 async def _detokenize(call: Call, context: Context) -> Answer:
   work = context.readers.run(call.size, tokens.detokenize, call, context)
-  return await calls.within(context.clock(), work)
+  return await lifecycle.within(context.clock(), work)
 
 
 _ROUTES: dict[tuple[str, str], Route] = {

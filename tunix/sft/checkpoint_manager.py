@@ -21,7 +21,7 @@ from flax import nnx
 from tunix.sft.checkpoints import checksums, errors, forms, orbax_options
 from tunix.sft.steps import run_state
 from tunix.sft.steps.run_state import ARRAYS, RunState
-from tunix.utils import coordination, env, tree
+from tunix.utils import checks, coordination, env, tree
 from tunix.utils.setting import known_values
 
 _log = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ class CheckpointManager:
     """
     if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
       raise TypeError(
-        f"optimizer is a {type(optimizer).__name__}, which cannot be restored in "
+        f"optimizer is {checks.type_of(optimizer)}, which cannot be restored in "
         "place; expected an nnx.Optimizer. Give a step number as step=."
       )
     like = run_state.of_module(model, optimizer, restore_only_lora_params)

@@ -128,13 +128,13 @@ class TrainingConfig:
       object.__setattr__(self, "max_steps", self.num_train_steps)
     if self.best is not None and not isinstance(self.best, BestOptions):
       raise TypeError(
-        f"best is a {type(self.best).__name__}; expected a tunix.sft.best.BestOptions "
+        f"best is {checks.type_of(self.best)}; expected a tunix.sft.best.BestOptions "
         "or None"
       )
     perf = self.perf_metrics_options
     if perf is not None and not isinstance(perf, PerfMetricsOptions):
       raise TypeError(
-        f"perf_metrics_options is a {type(perf).__name__}; expected a "
+        f"perf_metrics_options is {checks.type_of(perf)}; expected a "
         "tunix.perf.metrics.PerfMetricsOptions or None"
       )
 

@@ -20,6 +20,8 @@ from tunix.utils.setting import named_values
 
 _INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
 _LEAST = 1e-37  # dividing by a denormal float32 gives infinity, as dividing by 0 does
+# Names that are said with a vowel first: int, Array, RLLearner, ndarray.
+_TAKES_AN = re.compile("(?!one)[aeio]|(?-i:[FHLMNRSX][A-Z])|ndarray", re.IGNORECASE)
 _LISTS = (tuple, list, collections.abc.Sequence)
 
 
@@ -127,6 +129,14 @@ def _is_other(value: object, kind: _Kind) -> bool:
   return not isinstance(value, numbers.Number) and any(
     other is not type(None) for other in kind.others
   )
+
+
+def type_of(value: object) -> str:
+  """Returns the type of a value with its article, for messages: "an int", "a list"."""
+  name = type(value).__name__
+  if value is None:
+    return name.removesuffix("Type")
+  return f"{'an' if _TAKES_AN.match(name) else 'a'} {name}"
 
 
 def number(

@@ -18,8 +18,15 @@ _CONTROL = re.compile(
 
 
 def counted(count: int, noun: str) -> str:
-  """Returns a number with its noun: 1 step, 2 steps."""
-  return f"{count} {noun}{'s' * (count != 1)}"
+  """Returns a number with its noun: 1 step, 2 steps, 1,000 batches.
+
+  Args:
+    count: the number.
+    noun: the noun for 1; words that follow `of` stay: "prompt of the teacher".
+  """
+  head, of, rest = noun.partition(" of ")
+  ending = "es" if head.endswith(("ch", "s", "x")) else "s"
+  return f"{count:,} {head}{ending * (count != 1)}{of}{rest}"
 
 
 def shown(text: str, stream: TextIO | None = None) -> str:
@@ -28,8 +35,10 @@ def shown(text: str, stream: TextIO | None = None) -> str:
   Args:
     text: any text; the sequences of `COLOUR` stay.
     stream: stream that the text is for; None: standard output. A pipe or a file
-      receives the text unchanged.
+      receives the text unchanged, but for halves of surrogate pairs (`\ud800`), which
+      no stream takes.
   """
+  text = text.encode(errors="backslashreplace").decode()
   if not (stream or sys.stdout).isatty():
     return text
   return _CONTROL.sub(lambda match: match[1] or _escaped(match[0]), text)

@@ -126,7 +126,7 @@ def test_long_records_are_cut_and_counted(model, train_file, tmp_path, capsys):
   assert (
     runs.tunix("eval", "--model", model, "--data", train_file, "--max_length", 20) == 0
   )
-  assert "records are cut at 20 tokens" in capsys.readouterr().out
+  assert "records cut at 20 tokens" in capsys.readouterr().out
 
 
 def test_pairs_of_a_policy(model, files, tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_pairs_of_a_policy(model, files, tmp_path, capsys):
   right = [c > r for c, r in expected[:2]]
   assert results(out)["accuracy"]["value"] == np.mean(right)
   assert results(out)["pairs"]["value"] == 2
-  assert "1 pairs of equal responses" in capsys.readouterr().out
+  assert "1 pair of equal responses ignored" in capsys.readouterr().out
 
 
 def test_pairs_per_token_and_above_a_reference(model, files, tmp_path):

@@ -68,7 +68,7 @@ def test_a_function_by_file_name_and_arguments(file, monkeypatch):
   ("name", "kind", "part"),
   [
     (":broken", RuntimeError, "broken raised KeyError: 'no such column'"),
-    (":nothing", TypeError, "a dataset is a int"),
+    (":nothing", TypeError, "a dataset is an int"),
     (":absent", ValueError, "has no function 'absent'"),
   ],
 )
@@ -135,7 +135,7 @@ def test_the_place_is_saved_and_restored():
     ({"num_batches": 0}, "num_batches is 0"),
     ({"num_epochs": 0}, "num_epochs is 0"),
     ({"max_prompt_length": 1}, "none of 4 records has a prompt of at most"),
-    ({"batch_size": 5}, "there are 4 records and batch_size is 5"),
+    ({"batch_size": 5}, "the dataset has 4 records and batch_size is 5"),
   ],
 )
 def test_values_out_of_range(change, part):

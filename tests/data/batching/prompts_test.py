@@ -72,7 +72,7 @@ def test_kept_prompts_are_counted_by_part():
   [
     ("{", "invalid JSON"),
     ('{"text": "a"}', "expected {"),
-    ('{"prompt": 3}', '"prompt" is a int'),
+    ('{"prompt": 3}', '"prompt" is an int'),
     ('{"prompt": ""}', '"prompt" is empty'),
     ('{"prompt": [{"role": "user"}]}', '"content" is missing'),
     ('{"prompt": "a", "completions": 1}', "the column 'completions'"),

@@ -1,4 +1,5 @@
 import csv
+import gzip
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import types
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tunix.data.reading import stream
 from tunix.data.reading.files import CsvRecords, JsonArrayRecords, open_file
 from tunix.data.reading.jsonl import JsonlRecords
 from tunix.data.reading.stored import HeldRecords, Renamed
@@ -65,7 +67,7 @@ def test_any_json_is_cut_where_its_entries_end(tmp_path_factory, values, ascii, 
     ("[]", "is empty; expected"),
     ('[{"text": "a"}', "the JSON array has no end"),
     ('[{"text": "a"}]\n[{"text": "b"}]', "text follows the JSON array"),
-    ('[{"text": "a"}, 7]', r"a\.json, record 1: found a int"),
+    ('[{"text": "a"}, 7]', r"a\.json, record 1: found an int"),
     (
       '[{"text": "a"}, {"text": }]',
       r"a\.json, record 1: invalid JSON .*, one object an entry",
@@ -110,8 +112,8 @@ def test_csv(tmp_path, suffix, separator):
   [
     (b"", "is empty; expected"),
     (b"prompt,response\n", "is empty; expected"),
-    (b"prompt,response\na\n", r"a\.csv:2: 1 cells, but the first line names 2 columns"),
-    (b"prompt,response\na,\xff\n", r"a\.csv:2: no UTF-8 text"),
+    (b"prompt,response\na\n", r"a\.csv:2: 1 cell, but the first line names 2 columns"),
+    (b"prompt,response\na,\xff\n", r"a\.csv:2: the byte 0xff is no UTF-8"),
     (b"prompt,response\rq,a\r", r"a\.csv:1 is no CSV \(.*convert the line ends"),
     (b"a,text,a,\n,,,\n", r"a\.csv:1: the column 'a' is named twice; expected"),
     (b"question,answer\na,b\n", r"a\.csv:2: found fields 'question', 'answer'"),
@@ -122,6 +124,50 @@ def test_wrong_csv_is_refused(tmp_path, text, message):
   path.write_bytes(text)
   with pytest.raises(ValueError, match=message):
     open_file(path).validate()
+
+
+@pytest.mark.parametrize(
+  ("suffix", "separator", "noun"),
+  [
+    ("csv", ";", "CSV separated by semicolons"),
+    ("csv", "\t", "CSV separated by tabs"),
+    ("tsv", ";", "CSV separated by semicolons"),
+    ("csv", ",", "CSV"),
+  ],
+)
+def test_the_first_line_shows_the_separator(tmp_path, suffix, separator, noun):
+  path = tmp_path / f"a.{suffix}"
+  others = "".join({",", ";", "\t"} - {separator})  # cells may hold them
+  row = separator.join(["7" + others, '"x\n' + separator + '"'])
+  path.write_text(separator.join(["prompt", "response"]) + "\n" + row)
+  records = pickle.loads(pickle.dumps(open_file(path)))
+  assert list(records) == [{"prompt": "7" + others, "response": "x\n" + separator}]
+  assert records.noun == noun
+
+
+TEXT = '{"text": "Köln"}\n'
+OTHER_FILES = [
+  (gzip.compress(TEXT.encode()), " is compressed by gzip; .*`gunzip -k FILE`"),
+  (b"PK\x03\x04...", " is a zip archive; "),
+  (TEXT.encode("utf-16"), " is text in UTF-16; .*`iconv -f UTF-16"),
+  (b"\xfe\xff" + TEXT.encode("utf-16-be"), " is text in UTF-16; "),
+  (TEXT.encode("latin-1"), ":1: the byte 0xf6 is no UTF-8; .*-f WINDOWS-1252"),
+]
+
+
+@pytest.mark.parametrize(
+  ("content", "message"), OTHER_FILES, ids=["gzip", "zip", "utf-16", "big", "latin-1"]
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "json", "stream"])
+def test_files_that_are_no_utf8_text_say_what_to_do(tmp_path, content, message, suffix):
+  path = tmp_path / f"a.{suffix}"
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=rf"a\.{suffix}{message}") as caught:
+    if suffix == "stream":
+      next(stream.of_file(path).start(None))
+    else:
+      open_file(path).validate()
+  assert "\n" not in str(caught.value)
 
 
 ODD = ["\u2028", "\u2029", "\x85", "\f", "\v", "\x1c", "\x1e", "\ufeff", "é\u2028\n b"]

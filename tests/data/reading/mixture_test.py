@@ -208,5 +208,5 @@ def test_a_scan_tells_the_shares():
   )
   text = str(scan(source))
   assert text.startswith("4 records: 4 kept")
-  assert text.endswith("50.0% from part 1 (1 records, 2.00 times a pass)")
+  assert text.endswith("50.0% from part 1 (1 record, 2.00 times a pass)")
   assert len(list(build_batches(source, batch_size=2))) == 2

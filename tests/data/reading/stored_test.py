@@ -177,7 +177,7 @@ def test_wrong_records_are_named():
   records = HeldRecords([*RECORDS, {"prompt": 3}, 7], name="mine")
   with pytest.raises(ValueError, match='mine, record 5: "prompt" without "response"'):
     records.validate()
-  with pytest.raises(ValueError, match="mine, record 6: found a int"):
+  with pytest.raises(ValueError, match="mine, record 6: found an int"):
     _ = records[6]
 
 

@@ -329,6 +329,28 @@ def test_a_constraint_that_fails_ends_its_request_only(engine, where, kind):
   engine.audit()
 
 
+class BrokenOnce(Broken):
+  """A constraint of whose matchers the second fails."""
+
+  made = 0
+
+  def matcher(self):
+    self.made += 1
+    return Broken("accept" if self.made == 2 else None, ZeroDivisionError("none"))
+
+
+def test_a_matcher_that_fails_ends_all_completions_of_its_request(engine):
+  request = ask([1, 2, 3], 9, constraint=BrokenOnce(None, None), num_samples=2)
+  ticket = engine.submit(request)
+  while engine.step():
+    pass
+  with pytest.raises(RequestError, match="ZeroDivisionError: none"):
+    list(ticket.arrived())
+  *_, last = ticket.arrived()
+  assert last.finish_reason == "cancelled"
+  engine.audit()
+
+
 class Recording:
   """A constraint that notes its calls and allows even tokens only."""
 

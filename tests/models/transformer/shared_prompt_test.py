@@ -4,9 +4,6 @@ import numpy as np
 import pytest
 
 from tests import toys
-from tests.models import checkpoints
-from tests.models.gemma3 import towers
-from tunix.models.automodel import AutoModel
 from tunix.models.transformer.attention.paths import attend
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.visibility import Visibility
@@ -87,14 +84,3 @@ def test_nonsense_is_refused():
     model(tokens, attention_mask=mask, shared_prompt=SHARED)
   with pytest.raises(ValueError, match="combined with a cache"):
     model(tokens, None, model.init_cache(1, 8), shared_prompt=SHARED)
-
-
-def test_images_are_refused():
-  folder = checkpoints.GOLDEN / "gemma3_vision"
-  with np.load(folder / "expected.npz") as arrays:
-    want = dict(arrays)
-  model = AutoModel.from_pretrained(folder, dtype=jnp.float32)
-  pixels = towers.golden_pixels(want)
-  shared = SharedPrompt(want["tokens"].shape[1] - 2, 2)
-  with pytest.raises(ValueError, match=r"combined with groups \(images make"):
-    model(want["tokens"], images=pixels, shared_prompt=shared)

@@ -21,7 +21,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.rl.env.env import StepResult
 from tunix.rl.experience.experience import Experience
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-from tunix.rl.schedules import jobs, journal
+from tunix.rl.schedules import journal, schedule
 from tunix.rl.schedules.deciders import Replayed, ReplayError
 from tunix.rl.schedules.decisions import Inbox
 from tunix.rl.schedules.journal import FOLDER, JournalError
@@ -63,8 +63,8 @@ def replayed(folder, **options):
 def test_prompts_that_may_start_by_the_rule_of_areal():
   # B = 4 prompts a step. Before step 1 those of S + 1 = 3 steps may start, before step
   # 2 those of 4: 2 + 2 more than the 4 that are trained then.
-  assert jobs.admissible(2, 1, 4) == 12
-  assert jobs.admissible(2, 2, 4) == 16
+  assert schedule.admissible(2, 1, 4) == 12
+  assert schedule.admissible(2, 2, 4) == 16
 
 
 @pytest.fixture(scope="module")

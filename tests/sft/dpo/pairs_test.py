@@ -122,7 +122,7 @@ def test_an_answer_of_several_turns_scores_the_assistants():
     ("hi", [[{"role": "assistant", "content": "x"}], " b"], "the prompt is a text"),
     (None, ["a", "b"], 'row 7: no "prompt", and "chosen" and "rejected"'),
     (ASK, [[*ASK, *ASK], "b"], '"chosen" is a whole conversation'),
-    (ASK, [3, "b"], '"chosen" is a int, expected a text, a message or'),
+    (ASK, [3, "b"], '"chosen" is an int, expected a text, a message or'),
     (
       ASK,
       ["b", {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],

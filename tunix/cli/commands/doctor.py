@@ -24,7 +24,7 @@ from tunix.generate.sizes import capacity
 from tunix.perf import chips
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.steps.run_state import RunState
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, terminal
 
 _PACKAGES = (
   *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "numpy"),
@@ -188,7 +188,8 @@ def _collective() -> str:
   expected = mesh.size * (mesh.size - 1) / 2
   if total != expected:
     raise RuntimeError(
-      f"the sum over {mesh.size} devices is {total}; expected {expected}"
+      f"the sum over {terminal.counted(mesh.size, 'device')} is {total}; expected "
+      f"{expected}"
     )
   return f"fsdp {mesh.size}: a sum over all devices is right"
 

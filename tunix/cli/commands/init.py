@@ -23,16 +23,18 @@ _FIRST: Mapping[str, Any] = {
   "model.path": "my-model",
   "data.train": "train.jsonl",
   "lora.rank": 8,
-  "training.max_steps": 200,
   "training.global_batch_size": 8,
   "checkpoint.save_every_n_steps": 50,
 }
+
+# Keys of the length of a run; the first one that is reached ends it.
+_LENGTHS = ("data.num_epochs", "training.max_steps")
 
 _HEAD = """\
 # tunix train --config {file}
 #
 # Job {job}. {keys}
-# Arguments override: --training.max_steps=500.
+# Arguments override: --training.learning_rate=1e-4.
 # `tunix train --dry-run --config {file}` checks this file, the data and the model.
 """
 _ALL = """\
@@ -62,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
     )
   first, left = {**_FIRST, **JOBS[args.job].first_values}, {}
   typed = dict(arguments.overrides)
+  if typed.keys() & _LENGTHS:
+    first = {key: value for key, value in first.items() if key not in _LENGTHS}
   if args.from_trl is not None:
     first, left = _of_trl(args.job, args.from_trl, typed)
   values = _values(args.job, first, typed)
@@ -81,7 +85,7 @@ def parser() -> Parser:
   made = Parser(
     "tunix init",
     "writes a configuration with comments to start from; further arguments set keys of "
-    "`tunix train`, such as --training.max_steps=500",
+    "`tunix train`, such as --data.num_epochs=1",
   )
   made.add_argument("job", choices=list(JOBS))
   made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")

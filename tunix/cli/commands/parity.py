@@ -15,7 +15,7 @@ from tunix.cli.make import model_folders
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 
 # The largest difference of a token in nats, by the dtype of the computation. It is 2e-6
 # in float32 and 0.016 in bfloat16 on tiny models; larger models round more often.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     seed=args.seed,
     threshold=THRESHOLDS[dtype] if args.threshold is None else args.threshold,
   )
-  print(f"{len(prompts)} prompts, computed in {dtype}")
+  print(f"{terminal.counted(len(prompts), 'prompt')}, computed in {dtype}")
   print(report)
   print("passed" if report.passed else "FAILED")
   return 0 if report.passed else 1

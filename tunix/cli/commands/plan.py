@@ -47,7 +47,7 @@ from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, terminal
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
@@ -258,7 +258,8 @@ def _ship(
       names.append(name)
   size = shipped.write(folder, cache, mesh, names, key)
   signed = "" if key is None else ", signed"
-  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}{signed}"
+  count = terminal.counted(len(names), "program")
+  return f"shipped: {count}, {size / 2**20:,.1f} MiB, in {folder}{signed}"
 
 
 def _lower(trainer: PeftTrainer | RLLearner, batch: Any, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings import keys
 from tunix.report import page
 from tunix.report.page import Run
-from tunix.utils import io
+from tunix.utils import io, terminal
 
 _DESCRIPTION = """\
 writes one HTML file with the curves, configuration, data, environment and samples of a
@@ -129,5 +129,6 @@ def _ended(result: dict[str, Any]) -> str | None:
   lists = {k: v for k, v in result.items() if isinstance(v, list) and k != "notes"}
   pairs = {k.replace("_", " "): v for k, v in lists.items()}
   changes = [f"{k} {v[0]:.4g} -> {v[-1]:.4g}" for k, v in pairs.items()]
+  steps = terminal.counted(result["steps"], "step")
   early = ", stopped early" if result.get("ended_by") == "early_stopping" else ""
-  return "; ".join([f"finished after {result['steps']:,} steps{early}", *changes])
+  return "; ".join([f"finished after {steps}{early}", *changes])

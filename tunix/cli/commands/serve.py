@@ -28,7 +28,7 @@ from tunix.serve import server
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, service as service_lib
 from tunix.tinker.settings import TinkerSettings
-from tunix.utils import checks, mesh as mesh_lib, optional
+from tunix.utils import checks, mesh as mesh_lib, optional, terminal
 from tunix.utils.setting import setting
 
 _MODEL_DRAFTS = 4  # tokens that a draft model proposes in a round
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
   driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
-  size = f"for {config.slots} slots of {config.max_tokens} tokens"
+  size = f"for {terminal.counted(config.slots, 'slot')} of {config.max_tokens} tokens"
   grammars = _grammars(driver.engine, tokenizer)
   engine.warm_up(
     constraints=grammars is not None,

@@ -167,6 +167,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     if jax.process_index() == 0:
       _start(prepared, model, stack)
     _say(about.describe_run(prepared, model, keeps=keeps))
+    notes = about.notes(prepared, model)
     if (cache := config.compilation_cache) is not None and shipped.is_in(cache):
       stack.enter_context(shipped.loaded(cache, mesh, _say))
     loaded = Loaded(
@@ -197,7 +198,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     # Only the first process has written its last metrics to the files by now.
     reads = keeps and jax.process_index() == 0
     history = read_history(folder.logs) if reads else by_mode(trainer.history)
-    result = _finish(config, model, folder, outcome, history)
+    result = _finish(config, model, folder, outcome, history, notes)
   _say(f"done: {result}")
   if keeps and (folder.path / page.NAME).is_file():
     _say(f"curves, settings and samples: {folder.path / page.NAME}")
@@ -262,6 +263,7 @@ def _finish(
   folder: RunFolder,
   outcome: TrainResult,
   history: History,
+  notes: Sequence[str],
 ) -> Result:
   """Exports the model, and writes the result, which marks the run as finished."""
   kind, step, best = config.export_kind, outcome.steps, outcome.best
@@ -282,7 +284,7 @@ def _finish(
     metrics=ends(config.job, history),
     export=None if kind == "none" else str(folder.export),
     export_step=None if kind == "none" else step,
-    notes=outcome.notes,
+    notes=(*notes, *outcome.notes),
   )
   if jax.process_index() == 0:
     folder.write_result(result.to_json())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,13 @@ import numpy as np
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.distill_settings import DistillRun, DistillSettings, StudentRollout
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.make import data as build_data, fingerprints, objects
+from tunix.cli.make import (
+  data as build_data,
+  fingerprints,
+  loading,
+  model_folders,
+  objects,
+)
 from tunix.cli.make.data import RunData
 from tunix.cli.settings import keys, mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings
@@ -31,6 +37,7 @@ from tunix.distillation.teachers import SelfTeacher, Teachers, TextTeacher
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone, calling
+from tunix.utils import terminal
 from tunix.utils.setting import known_values, named_values
 
 # Keys of the section -> arguments of the strategy.
@@ -199,6 +206,8 @@ def _build_data(
       continue
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
   data = build_data.build_data(config, tokenizer, scans)
+  if any(report.image_tokens != 0 for report in data.reports.values()):
+    _check_images(config, folders)
   if not config.is_on_policy:
     return data
   convert = functools.partial(as_prompts, teachers=tuple(section.teachers))
@@ -212,6 +221,24 @@ def _build_data(
     files = fingerprints.of_tokenizer(reads, str(section.teacher))
     prints["teacher_tokenizer"] = fingerprints.digest((files, reads.chat_template))
   return dataclasses.replace(data, train=train, eval=held_out, fingerprints=prints)
+
+
+def _check_images(config: DistillRun, teachers: Iterable[str]) -> None:
+  """Refuses teachers that do not see the images of the records as the student does.
+
+  Raises:
+    ValueError: a teacher reads text alone, or has another image processor.
+  """
+  student = loading.ModelLoader(config).image_reader()
+  for folder in filter(lambda name: not objects.is_name(name), teachers):
+    reader = model_folders.image_reader(folder, config.model.images)
+    if reader is None or student is None or reader.processor != student.processor:
+      which = "no vision tower" if reader is None else "another image processor"
+      raise ValueError(
+        f"distill.teacher is {folder}, which has {which}, and the records have images; "
+        "expected a teacher with the student's image processor. Choose a teacher of "
+        "the student's family, or leave the images out of the records"
+      )
 
 
 def _build(run: Loaded) -> DistillationTrainer:
@@ -288,9 +315,10 @@ def _batch(config: DistillRun) -> str:
   section = config.distill
   if config.is_on_policy:
     return (
-      f"{config.training.global_batch_size} prompts a step; in "
+      f"{terminal.counted(config.training.global_batch_size, 'prompt')} a step; in "
       f"{section.on_policy_fraction:.0%} of the steps the student writes, with at most "
-      f"{config.rollout.max_tokens_to_generate} tokens; taught by {_source(config)}"
+      f"{terminal.counted(config.rollout.max_tokens_to_generate, 'token')}; taught by "
+      f"{_source(config)}"
     )
   return f"{sft.rows(config)}, taught by {_source(config)}"
 
@@ -334,7 +362,11 @@ def _prompts(config: DistillRun, length: int) -> Prompts:
 DISTILL = Job(
   summary="distillation from a teacher",
   records=(SFT,),
-  first_values={"data.max_length": 1024, "distill.teacher": "my-teacher"},
+  first_values={
+    "data.max_length": 1024,
+    "data.num_epochs": 3,
+    "distill.teacher": "my-teacher",
+  },
   settings=DistillRun,
   check=check,
   data=_build_data,

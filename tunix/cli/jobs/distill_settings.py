@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import Dtype, StreamRun
@@ -215,6 +215,8 @@ class DistillRun(StreamRun):
     distill: the teacher, and the loss (docs/trainers/distill.md).
     rollout: sampling of completions; in distill the student's completions.
   """
+
+  reads_images: ClassVar[bool] = True
 
   job: Literal["distill"] = "distill"
   data: RowSettings = dataclasses.field(default=RowSettings())

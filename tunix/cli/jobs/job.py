@@ -87,7 +87,7 @@ class Job:
     length: function that returns (keys of a row's length, most tokens of a row).
     rollout: function that returns the sampling settings of rows that the trained model
       writes; None if it writes none.
-    notes: function from (config, data) to further lines for the user.
+    notes: function from (config, data) to notes for the user.
     example: function that returns a global batch of the largest shapes, for
       `tunix plan`.
     shorter: function that returns one batch for each shape of rollout that shorter

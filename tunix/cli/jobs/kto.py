@@ -92,9 +92,9 @@ def balance_note(config: KTORun, report: Report) -> str | None:
   name = "undesirable_weight" if share > 1 else "desirable_weight"
   value = share if share > 1 else 1 / share
   return (
-    f"note: desirable completions weigh {ratio:.2f} times as much as undesirable ones; "
+    f"desirable completions weigh {ratio:.2f} times as much as undesirable ones; "
     f"KTO's paper recommends 1 to 1.33. Set preference.{name}={value:.3g} (and the "
-    "other weight to 1) for a ratio of 1."
+    "other weight to 1) for a ratio of 1"
   )
 
 

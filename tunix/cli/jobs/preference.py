@@ -94,7 +94,7 @@ def describe_batch(config: PreferenceRun) -> str:
   """Returns the sizes of a global batch in words."""
   sizes, limits = config.training, config.preference
   return (
-    f"{config.job}: {sizes.global_batch_size} {config.records.noun} of at most "
+    f"{config.job}: {config.records.counted(sizes.global_batch_size)} of at most "
     f"{limits.max_prompt_length} + {limits.max_response_length} tokens"
     f"{micro_batches(config)}"
   )
@@ -126,7 +126,7 @@ def _example(config: Any) -> dict[str, np.ndarray]:
 
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 ROW_LENGTH = length_of("data", "max_length")
-FIRST_VALUES = {"data.max_length": 2 * HALF}
+FIRST_VALUES = {"data.max_length": 2 * HALF, "data.num_epochs": 1}
 
 # A pair is two sequences.
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size

@@ -169,6 +169,7 @@ class PreferenceRun(StreamRun):
   """
 
   records: ClassVar[Kind] = PAIRS
+  reads_images: ClassVar[bool] = True
 
   data: CompletionSettings = dataclasses.field(default=CompletionSettings())
   preference: Any

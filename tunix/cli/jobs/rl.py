@@ -32,6 +32,7 @@ from tunix.rl.roles import PER_PROCESS, REMOTE
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import terminal
 from tunix.utils.setting import shared_values
 
 # Metric of the mean reward.
@@ -192,13 +193,14 @@ def _batch(config: RLRun) -> str:
   size, tokens = config.algorithm.num_generations, config.rollout.max_tokens_to_generate
   if config.env is not None:
     names = (*names, config.env)
-    what = f"episodes of at most {config.episode.max_turns} turns and "
+    turns = terminal.counted(config.episode.max_turns, "turn")
+    what = f"{terminal.counted(size, 'episode')} of at most {turns} and "
     tokens = config.episode.max_tokens
   else:
-    what = "completions of at most "
+    what = f"{terminal.counted(size, 'completion')} of at most "
   return (
-    f"{name}: {prompts} prompts x {size} {what}{tokens} tokens, rewarded by "
-    f"{', '.join(names)}"
+    f"{name}: {terminal.counted(prompts, 'prompt')} x {what}"
+    f"{terminal.counted(tokens, 'token')}, rewarded by {', '.join(names)}"
   )
 
 
@@ -254,6 +256,7 @@ _FIRST = {
   "reward.functions": ["exact_match"],
   "rollout.max_prompt_length": 256,
   "rollout.max_tokens_to_generate": 256,
+  "training.max_steps": 200,
 }
 GRPO = Job(
   summary="RL without a critic, with its variants (see algorithm.name)",

@@ -14,6 +14,7 @@ from tunix.data import records
 from tunix.data.records import Kind
 from tunix.sft.config import TrainingConfig
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.utils import terminal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,12 @@ def _build(run: Loaded) -> PeftTrainer:
 def rows(config: Any) -> str:
   """Describes the batch of a step in words."""
   sizes, length = config.training, config.data.max_length
-  rows = f"{sizes.global_batch_size} x {length} tokens"
+  rows = f"{sizes.global_batch_size:,} x {length:,} tokens"
   if config.data.packing:
     rows += ", packed"
   elif config.pad_to != "max_length" or config.data.length_buckets:
-    rows = f"{sizes.global_batch_size} rows of at most {length} tokens"
+    records = terminal.counted(sizes.global_batch_size, "record")
+    rows = f"{records} of at most {terminal.counted(length, 'token')}"
   return f"batches: {rows}{micro_batches(config)}"
 
 
@@ -71,7 +73,7 @@ def example(config: Any) -> dict[str, np.ndarray]:
 SFT = Job(
   summary="supervised fine-tuning",
   records=(records.SFT,),
-  first_values={"data.max_length": 1024},
+  first_values={"data.max_length": 1024, "data.num_epochs": 3},
   settings=SFTRun,
   build=_build,
   results={"loss": "loss"},

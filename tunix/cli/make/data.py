@@ -60,9 +60,8 @@ def _source(
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
   if isinstance(data, StreamSettings):
     options["reasoning"] = data.reasoning or "error"
-  if kind in (SFT, PROMPT_ROWS):
+  if kind.has_images:
     options["images"] = loading.ModelLoader(config).image_reader()
-  if kind is SFT:
     options["image_tokens"] = 0 if report is None else report.image_tokens
   layout: Any = layout_type(kind)
   return Source(
@@ -331,7 +330,8 @@ def _scan_key(
   limits = (settings, source.overlong, source.chat, source.template_args)
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
-  if kind is SFT and (reader := loading.ModelLoader(config).image_reader()) is not None:
+  reader = loading.ModelLoader(config).image_reader() if kind.has_images else None
+  if reader is not None:
     limits = (*limits, reader.fingerprint)
   if isinstance(part, Mixture):
     limits = (*limits, part.weights, *part.later)
@@ -399,26 +399,15 @@ def batches(
   if source.images is not None and report is None:
     report = scan(source, data.scan_limit)
     source = dataclasses.replace(source, image_tokens=report.image_tokens)
-  if source.has_images:
-    _check_rows(data)
   chosen = chosen or choose_widths.choose(config, source, report, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}
     options["batches_per_step"] = config.training.micro_batches if training else 1
-  return pipeline.build_batches(source, **options)
-
-
-def _check_rows(data: Any) -> None:
-  """Refuses rows in which records with images share a row or change their order."""
-  settings = {"packing": data.packing, "length_buckets": list(data.length_buckets)}
-  settings["pad_to"] = data.pad_to == "shared" and "shared"
-  for name, value in settings.items():
-    if value:
-      raise ValueError(
-        f"data.{name} is {value!r} and the records have images; expected one record in "
-        "each row, in the order of the data. Leave it out"
-      )
+  with naming({n: f"data.{n}" for n in ("packing", "length_buckets", "pad_to")}):
+    if source.has_images and data.pad_to == "shared":
+      pipeline.check_image_rows(pad_to=data.pad_to)
+    return pipeline.build_batches(source, **options)
 
 
 def _prompt_batches(

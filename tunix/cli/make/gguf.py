@@ -19,6 +19,7 @@ from tunix.models.gguf import (
   writer,
 )
 from tunix.models.transformer.model import Transformer
+from tunix.utils import checks
 
 _MODELFILE = "Modelfile"
 
@@ -99,7 +100,7 @@ def _metadata(tokenizer: TokenizerAdapter, rows: int) -> dict[str, Any]:
     files = tokenizer_files.read_folder(pathlib.Path(scratch))
     if files.tokenizer_json is None:
       raise ValueError(
-        f"the tokenizer is a {type(tokenizer.tokenizer).__name__}, which saves no "
+        f"the tokenizer is {checks.type_of(tokenizer.tokenizer)}, which saves no "
         "tokenizer.json. Set tokenizer.path to a folder that has it"
       )
     content = json.loads(files.tokenizer_json.read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, new_tokens, quantization
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
+from tunix.models.vision.model import VisionLanguageModel
 from tunix.utils import text_files
 from tunix.utils.setting import named_values, shared_values
 
@@ -63,6 +64,11 @@ class ModelLoader:
       self.folder()
     else:
       raise ValueError(_NO_MODEL)
+    if source.train_tower and not hasattr(self.sizes(), "image_sizes"):
+      raise ValueError(
+        "model.train_tower is true and the model is loaded without a vision tower. Set "
+        "model.images=true for a model that has one, or leave model.train_tower out"
+      )
 
   def folder(self) -> pathlib.Path:
     """Returns the folder of `model.path`; a hub id is downloaded.
@@ -209,6 +215,8 @@ class ModelLoader:
   ) -> Transformer:
     """Loads a further model: a reference, a teacher, a critic or a reward model.
 
+    `model.images` holds for it too, if it has a tower.
+
     Args:
       path: folder or hub id.
       images: see `AutoModel.from_pretrained`.
@@ -219,11 +227,18 @@ class ModelLoader:
     """
     if objects.is_name(path):
       return objects.get(path)
+    images = self.config.model.images
+    if images and model_folders.image_reader(self._local(path), images) is None:
+      images = None
     if not self.of_shapes:
       return AutoModel.from_pretrained(path, self.mesh, images=images, **options)
     assert self.mesh is not None
     sizes = _with_options(automodel.sizes_of(path, images=images), options)
     return automodel.of_shapes(sizes, self.mesh)
+
+  def _local(self, path: str) -> str:
+    """Returns the folder of a hub id; in a plan the id, which is not downloaded."""
+    return path if self.of_shapes else str(automodel.resolve_folder(path))
 
   def _check_object(self) -> None:
     """Refuses an object that is no model of ours, and settings that nothing reads.
@@ -295,7 +310,13 @@ class ModelLoader:
     return model if method is None else quantization.quantize(model, method)
 
   def _adapted(self, model: Transformer) -> Transformer:
-    """Adds the embeddings of new tokens, which an object has already, and adapters."""
+    """Adds the embeddings of new tokens, which an object has already, and adapters.
+
+    Unfreezes the tower if the configuration says so.
+    """
+    if self.config.model.train_tower:
+      assert isinstance(model, VisionLanguageModel)  # see `check`
+      model.train_tower()
     ids, config = self._new_ids(), self.config.lora
     if not objects.is_name(self.config.model.path):
       model = self._with_rows(model, ids)

@@ -188,7 +188,7 @@ def _called(
     raise ValueError(f"reward.functions has {text!r}: {error}") from error
   if not callable(made):
     raise ValueError(
-      f"reward.functions has {text!r}: the call gave a {type(made).__name__}, expected "
+      f"reward.functions has {text!r}: the call gave {checks.type_of(made)}, expected "
       "a reward function; without parentheses the function itself is used"
     )
   return made

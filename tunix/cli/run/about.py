@@ -36,28 +36,28 @@ def describe_run(
     is_dry: True if nothing is trained or written.
     keeps: False if the run writes nothing that stays.
   """
-  config, data, job = run.config, run.data, JOBS[run.config.job]
+  config, data = run.config, run.data
   steps = "until the data ends"
   if data.num_steps is not None:
     steps = terminal.counted(data.num_steps, "step")
   lines = [
     _model(run, model),
     *(f"{name} data: {report}" for name, report in data.reports.items()),
-    f"{job.batch(config)}; {steps}",
+    f"{JOBS[config.job].batch(config)}; {steps}",
     *(f"{name} rows: {widths}" for name, widths in data.widths.items()),
     _devices(run),
     f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}"
     if keeps
     else "nothing is written: no output_dir is given",
-    *_unusual(run, model),
+    *(f"note: {note}" for note in notes(run, model)),
   ]
-  positions, (key, length) = model.config.max_position, run.row_length
-  if positions is not None and length > positions:
-    lines.append(
-      f"note: a row of {length} tokens ({key}) is beyond the {positions} positions "
-      "that the model was made for"
-    )
-  return "\n".join(lines + job.notes(config, data))
+  return "\n".join(lines)
+
+
+def notes(run: Prepared, model: Transformer) -> list[str]:
+  """Returns notes about the settings and the data; see `describe_run`."""
+  config = run.config
+  return [*_unusual(run, model), *JOBS[config.job].notes(config, run.data)]
 
 
 def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
@@ -70,30 +70,38 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
   if not is_usual and (rate > 1 or _size(model) >= _LEAST_PARAMETERS):
     kind = "all weights" if config.lora is None else "adapters"
     yield (
-      f"note: training.learning_rate is {rate:g}; expected for {kind} in the job "
+      f"training.learning_rate is {rate:g}; expected for {kind} in the job "
       f"{config.job}: {usual}"
     )
   if config.lora is not None and config.lora.rank > model.config.embed_dim:
     yield (
-      f"note: lora.rank is {config.lora.rank}, above the {model.config.embed_dim} "
+      f"lora.rank is {config.lora.rank}, above the {model.config.embed_dim} "
       "dimensions of the hidden states (embed_dim); a higher rank adds memory only"
     )
   size = report.kept if report.is_whole else report.records
   if size is not None and rows > size:
     yield (
-      f"note: training.global_batch_size is {rows}, and the train data has only {size} "
-      "records; lower it to take several steps in each epoch"
+      f"training.global_batch_size is {rows}, and the train data has only "
+      f"{terminal.counted(size, 'record')}; lower it to take several steps in each "
+      "epoch"
     )
   if report.blank:
     yield (
-      f"note: {report.blank:,} records of the train data have an empty answer; only "
-      "its end is trained. Remove them"
+      f"the train data has {terminal.counted(report.blank, 'record')} with an empty "
+      "answer, of which only the end is trained. Remove records with empty answers"
     )
   if report.unknown:
     yield (
-      f"note: {report.unknown:,} tokens of the train data stand for text that the "
-      "tokenizer does not know; the model cannot read or write this text. `tunix data "
-      "show` shows the tokens. Use another model, or set tokenizer.path if it is wrong"
+      f"the train data has {terminal.counted(report.unknown, 'token')} for text that "
+      "the tokenizer does not know; the model cannot read or write this text. `tunix "
+      "data show` shows the tokens. Use another model, or set tokenizer.path if it is "
+      "wrong"
+    )
+  positions, (key, length) = model.config.max_position, run.row_length
+  if positions is not None and length > positions:
+    yield (
+      f"a row of {length} tokens ({key}) is beyond the {positions} positions that the "
+      "model was made for"
     )
 
 
@@ -143,5 +151,5 @@ def _devices(run: Prepared) -> str:
       run.rollout_mesh and f"{_axes(run.rollout_mesh)} samples",
     )
     return f"devices: {count} {kind} ({'; '.join(filter(None, meshes))})"
-  unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
+  unused = f"; idle: {count - 1}, `mesh` spreads the run" if count > 1 else ""
   return f"devices: 1 {kind}{unused}"

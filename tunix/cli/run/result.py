@@ -48,7 +48,7 @@ class Result:
       RL, batch of rollouts), evaluation metrics of the first and last evaluation.
     export: folder of the exported model or adapter; None without an export.
     export_step: step of the exported weights.
-    notes: warnings about the run, see `TrainResult.notes`.
+    notes: notes from the start of the run, and its warnings (`TrainResult.notes`).
   """
 
   steps: int
@@ -91,8 +91,8 @@ class Result:
     if self.best is not None:
       parts.append(str(Best(**self.best)))
       if self.ended_by == "early_stopping":
-        waited = self.best["waited"]
-        parts.append(f"stopped early: no better one in {waited} evaluations")
+        waited = terminal.counted(self.best["waited"], "evaluation")
+        parts.append(f"stopped early: no better one in {waited}")
     if self.export is not None:
       is_last = self.export_step in (None, self.steps)
       which = "" if is_last else f"step {self.export_step} "

@@ -43,7 +43,9 @@ class ModelSettings:
     args: fields of the preset to change: {num_layers: 4, embed_dim: 256, ...}.
     images: true loads the vision tower of a folder that has one, false leaves it out;
       null: as `AutoModel` does, with the tower for Gemma 3 and SmolVLM. The tower is
-      frozen. The jobs sft, grpo and ppo then read images.
+      frozen. The jobs sft, dpo, orpo, reward, kto, distill, grpo and ppo then read
+      images.
+    train_tower: true trains the vision tower too when the whole model is trained.
     dtype: dtype of the computation; null: the checkpoint's.
     param_dtype: dtype of the weights, and so of the optimizer's moments. null: float32
       when the whole model is trained, because bfloat16 rounds most updates to nothing;
@@ -62,6 +64,7 @@ class ModelSettings:
   name: str | None = None
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
   images: bool | None = None
+  train_tower: bool = False
   dtype: Dtype | None = None
   param_dtype: Dtype | None = None
   remat: Literal["none", "block", "dots", "offload"] | None = setting(
@@ -223,7 +226,7 @@ class RunSettings(abc.ABC):
   instead: ClassVar[dict[str, str]] = {}
   # If False, adapters do not hold everything that the job trains.
   fits_adapter: ClassVar[bool] = True
-  # True if the job trains on records with images.
+  # True if the job trains on records with images, where `Kind.has_images` allows them.
   reads_images: ClassVar[bool] = False
 
   job: str
@@ -250,6 +253,11 @@ class RunSettings(abc.ABC):
       raise ValueError(
         f"model.quantize is {self.model.quantize!r} and lora.rank is not set; "
         "quantized weights are not trained. Set lora.rank (8, for example)"
+      )
+    if self.model.train_tower and self.lora is not None:
+      raise ValueError(
+        "model.train_tower is true and lora.rank is set; adapters alone are trained. "
+        "Leave one of them out, or name layers of the tower in lora.targets"
       )
     if self.compilation_cache_key is not None and self.compilation_cache is None:
       raise ValueError(

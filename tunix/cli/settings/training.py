@@ -17,7 +17,8 @@ class OptimizerSettings:
   Attributes:
     name: a function of optax or optax.contrib that takes a learning rate. muon
       orthogonalises the matrices of each layer; all other parameters get Adam.
-    args: its other arguments: {b2: 0.95, weight_decay: 0.1}.
+    args: its other arguments: {b2: 0.95, weight_decay: 0.1}. Others keep the defaults
+      of optax: the weight_decay of adamw is 1e-4.
     decay_targets: parameters with weight decay: the last parts of their names, or
       regular expressions for whole names; [".*"]: all. null: matrices, embeddings and
       adapters, but no norms, biases and other vectors.

@@ -13,6 +13,7 @@ from typing import Any
 import grain
 
 from tunix.data.batching.prompts import as_columns
+from tunix.utils import checks, terminal
 
 
 class Chosen:
@@ -44,7 +45,7 @@ def as_map_dataset(source: Any) -> Any:
     return source
   if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
     raise TypeError(
-      f"a dataset is a {type(source).__name__}; expected a grain.MapDataset, or an "
+      f"a dataset is {checks.type_of(source)}; expected a grain.MapDataset, or an "
       "object with a length and items (a list, a datasets.Dataset)"
     )
   return grain.MapDataset.source(source)
@@ -89,8 +90,8 @@ def batches(
     dataset = dataset.repeat(num_epochs)
   if len(dataset) < batch_size:
     raise ValueError(
-      f"there are {len(dataset)} records and batch_size is {batch_size}; expected at "
-      "least one full batch. Lower batch_size"
+      f"the dataset has {terminal.counted(len(dataset), 'record')} and batch_size is "
+      f"{batch_size}; expected at least one full batch. Lower batch_size"
     )
   dataset = dataset.batch(batch_size, drop_remainder=True, batch_fn=as_columns)
   return dataset if num_batches is None else dataset[:num_batches]

@@ -17,11 +17,13 @@ from tunix.data.reading import jsonl, stored
 from tunix.data.reading.jsonl import JsonlRecords
 from tunix.data.reading.stored import FileRecords, HeldRecords, Records
 from tunix.data.records import SFT, Kind
-from tunix.utils import optional
+from tunix.utils import optional, terminal
 
 _log = logging.getLogger(__name__)
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
+# Separators of the cells of a table, with their names for messages.
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # A whole JSON string, or a character that opens, closes or separates values.
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 
@@ -196,13 +198,15 @@ class _CsvLines:
 class CsvRecords(FileRecords):
   """Rows of a CSV or TSV file whose first row names the columns.
 
-  All values are text, including further columns that reward functions receive.
+  All values are text, including further columns that reward functions receive. If the
+  first line has no comma (in TSV no tab), but another separator, cells are separated by
+  it: spreadsheets in many languages write semicolons.
   """
 
   noun = "CSV"
 
   def _entries(self, digest: Any) -> Iterator[tuple[int, int, int]]:
-    self._separator = "\t" if self.name.lower().endswith(".tsv") else ","
+    self._separator = self._first_separator()
     # A cell may hold a whole document, which can exceed the default limit of 128 KiB.
     # The csv module has one limit for the whole process.
     csv.field_size_limit(2**31 - 1)
@@ -236,6 +240,15 @@ class CsvRecords(FileRecords):
         *(self.name, count, total, swallowed[0].start, swallowed[0].stop - 1),
       )
 
+  def _first_separator(self) -> str:
+    with self.path.open("rb") as file:
+      line = self._decode(file.readline(), 1)
+    own = "\t" if self.name.lower().endswith(".tsv") else ","
+    found = next((x for x in (own, *_SEPARATORS) if x in line), own)
+    if found != own:
+      self.noun = f"CSV separated by {_SEPARATORS[found]}"
+    return found
+
   def _check_end(self, lines: _CsvLines, row: list[str]) -> None:
     """Refuses a row that the end of the file ends within quotes."""
     if not lines.is_at_end or not row:
@@ -259,7 +272,7 @@ class CsvRecords(FileRecords):
     try:
       return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-      raise ValueError(f"{self.name}:{number}: no UTF-8 text ({error})") from error
+      raise stored.no_utf8(f"{self.name}:{number}", error) from error
 
   def raw(self, index: int) -> Any:
     """Returns row `index` by column; raises as the base class does."""
@@ -267,9 +280,11 @@ class CsvRecords(FileRecords):
     lines = io.StringIO(text, newline="\n")  # a cell may hold other ends of lines
     [row] = csv.reader(lines, delimiter=self._separator)
     if len(row) != len(self.columns):
+      cells = terminal.counted(len(row), "cell")
+      columns = terminal.counted(len(self.columns), "column")
       raise ValueError(
-        f"{self.where(index)}: {len(row)} cells, but the first line names "
-        f"{len(self.columns)} columns: {', '.join(self.columns)}"
+        f"{self.where(index)}: {cells}, but the first line names {columns}: "
+        f"{', '.join(self.columns)}"
       )
     return dict(zip(self.columns, row))
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tunix.data.reading.stored import FileRecords, place
+from tunix.data.reading.stored import FileRecords, no_utf8, place
 from tunix.data.records import Kind, Record
 
 __all__ = ["JsonlRecords", "parsed", "place"]
@@ -50,11 +50,13 @@ def parsed(text: bytes, where: str, kind: Kind, unit: str = "a line") -> Any:
     unit: place of each object in the file, for the message.
 
   Raises:
-    ValueError: `text` is no JSON; begins with `where`.
+    ValueError: `text` is no JSON, or no UTF-8; begins with `where`.
   """
   try:
     return json.loads(text)
-  except ValueError as error:  # no JSON, no UTF-8, or a number of 4,300 digits
+  except UnicodeDecodeError as error:
+    raise no_utf8(where, error) from error
+  except ValueError as error:  # no JSON, or a number of 4,300 digits
     raise ValueError(
       f"{where}: invalid JSON ({error}); {kind.expected}, one object {unit}"
     ) from error

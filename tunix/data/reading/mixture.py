@@ -171,7 +171,7 @@ def describe(records: object) -> list[str]:
     share = weight / total
     passes = share * len(records) / len(part)
     lines.append(
-      f"{share:.1%} from {part.name} ({len(part):,} {records.kind.noun}, "
+      f"{share:.1%} from {part.name} ({records.kind.counted(len(part))}, "
       f"{passes:.2f} times a pass)"
     )
   for draw, weights in records.later:

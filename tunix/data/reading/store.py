@@ -32,6 +32,16 @@ def row_key(parts: Iterable[bytes]) -> str:
   return digest.hexdigest()
 
 
+def without_blanks(images: np.ndarray) -> np.ndarray:
+  """Returns the images of a row without the blank ones at its end, which are padding.
+
+  Digests of rows then do not depend on the padding. Digests have the tokens of the row
+  too, which tell an image whose pixels are all 0 from padding.
+  """
+  used = np.flatnonzero(images.reshape(len(images), -1).any(axis=1))
+  return images[: 1 + int(used[-1]) if len(used) else 0]
+
+
 class RowStore:
   """The rows of one folder.
 

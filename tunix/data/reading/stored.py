@@ -17,6 +17,18 @@ from typing import Any
 import numpy as np
 
 from tunix.data.records import SFT, Kind, Record
+from tunix.utils import checks
+
+# First bytes of files that are no UTF-8 text -> their format, and a conversion.
+_FIRST_BYTES = {
+  b"\x1f\x8b": ("compressed by gzip", "gunzip -k FILE"),
+  b"BZh9": ("compressed by bzip2", "bunzip2 -k FILE"),
+  b"\xfd7zXZ\0": ("compressed by xz", "unxz -k FILE"),
+  b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "unzstd FILE"),
+  b"PK\x03\x04": ("a zip archive", "unzip FILE"),
+  b"\xff\xfe": ("text in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW"),
+  b"\xfe\xff": ("text in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW"),
+}
 
 
 class Records(Sequence[dict[str, Any]], abc.ABC):
@@ -120,7 +132,7 @@ class FileRecords(Records):
     self.path = pathlib.Path(path).expanduser()
     self.folder = self.path.parent
     self.name = str(self.path) if name is None else name
-    check_file(self.path, self.name, self.noun)
+    check_text_file(self.path, self.name, self.noun)
     self._stamp = _stamp(self.path)
     digest = hashlib.sha256()
     # A flat array takes 24 bytes per record; a list of tuples would take about 150.
@@ -238,7 +250,7 @@ class HeldRecords(Records):
     """
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
       raise TypeError(
-        f"{name} is a {type(items).__name__}; expected an object with a length and "
+        f"{name} is {checks.type_of(items)}; expected an object with a length and "
         "items (a list, a datasets.Dataset, a grain.MapDataset). Give one, or read it "
         "as a stream"
       )
@@ -286,6 +298,41 @@ def check_file(path: pathlib.Path, name: str, noun: str) -> None:
     problem = "a pipe or a device" if path.exists() else "no such file"
     problem = "a folder" if path.is_dir() else problem
     raise FileNotFoundError(f"data file {name!r}: {problem}; give a file of {noun}")
+
+
+def check_text_file(path: pathlib.Path, name: str, noun: str) -> None:
+  """Refuses a path that is no regular file, and files that begin as no UTF-8 text does.
+
+  Args:
+    path, name, noun: see `check_file`.
+
+  Raises:
+    FileNotFoundError: as for `check_file`.
+    ValueError: the file is compressed, or text in UTF-16.
+  """
+  check_file(path, name, noun)
+  with path.open("rb") as file:
+    start = file.read(8)
+  for first, (what, command) in _FIRST_BYTES.items():
+    if start.startswith(first):
+      raise ValueError(
+        f"{name} is {what}; expected {noun} in UTF-8. Convert it, for example with "
+        f"`{command}`"
+      )
+
+
+def no_utf8(where: str, error: UnicodeDecodeError) -> ValueError:
+  """Returns the error for text that is no UTF-8.
+
+  Args:
+    where: place of the text.
+    error: error of its decoding.
+  """
+  return ValueError(
+    f"{where}: the byte 0x{error.object[error.start]:02x} is no UTF-8; expected text "
+    "in UTF-8. Convert the file, for example from Latin-1 or Windows-1252 with "
+    "`iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW`"
+  )
 
 
 def _stamp(file: pathlib.Path | int) -> tuple[int, int]:

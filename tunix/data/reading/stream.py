@@ -176,10 +176,11 @@ def of_file(
 
   Raises:
     FileNotFoundError: the path is no regular file.
+    ValueError: the file is compressed, or text in UTF-16.
   """
   file = pathlib.Path(path).expanduser()
   label = str(file) if name is None else name
-  stored.check_file(file, label, "JSON lines")
+  stored.check_text_file(file, label, "JSON lines")
   return Part(label, functools.partial(_lines, file, label, kind))
 
 
@@ -200,7 +201,7 @@ def of_iterable(source: object, *, name: str) -> Part:
   """
   if isinstance(source, Iterator) or not (callable(source) or _is_iterable(source)):
     raise TypeError(
-      f"{name} is a {type(source).__name__}; expected an iterable that can be read "
+      f"{name} is {checks.type_of(source)}; expected an iterable that can be read "
       "again. Give the function that makes the iterator"
     )
   make = source if callable(source) else lambda: source
@@ -237,7 +238,7 @@ def _iterated(
     source.load_state_dict(state)
   if not _is_iterable(source):
     raise TypeError(
-      f"{name} gives a {type(source).__name__}; expected an iterable of records"
+      f"{name} gives {checks.type_of(source)}; expected an iterable of records"
     )
   iterator = iter(source)
   read_state = getattr(source, "state_dict", getattr(iterator, "get_state", None))

@@ -20,6 +20,7 @@ from flax import nnx
 
 from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.model import Transformer
+from tunix.utils import checks
 
 _TAG = "intermediate_output"
 
@@ -60,7 +61,7 @@ def wrap_model_with_sowed_modules(
   names = ", ".join(kind.__name__ for kind in types)
   if isinstance(model, types):
     raise ValueError(
-      f"the model itself is a {type(model).__name__}: capture layers inside it, or "
+      f"the model itself is {checks.type_of(model)}: capture layers inside it, or "
       "wrap it in a module"
     )
   paths = [path for path, m in nnx.iter_modules(model) if isinstance(m, types)]

@@ -14,6 +14,7 @@ from flax import nnx
 from tunix.distillation import outputs
 from tunix.distillation.outputs import Inputs
 from tunix.ops.reductions import WeightedSum
+from tunix.utils import checks
 
 Forward = Callable[..., Any]
 
@@ -171,7 +172,7 @@ def check(strategy: Any) -> None:
   """
   if not isinstance(strategy, BaseStrategy):
     raise TypeError(
-      f"strategy is a {type(strategy).__name__}, expected a BaseStrategy such as "
+      f"strategy is {checks.type_of(strategy)}, expected a BaseStrategy such as "
       "LogitStrategy(temperature=2.0)"
     )
   _check_arguments(strategy.compute_loss, (3,))

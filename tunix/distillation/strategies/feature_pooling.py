@@ -16,6 +16,7 @@ from tunix.distillation.outputs import Inputs
 from tunix.distillation.strategies.base_strategy import BaseStrategy, Forward
 from tunix.distillation.strategies.logit import check_alpha
 from tunix.ops.reductions import safe_divide, weighted_sum
+from tunix.utils import checks
 from tunix.utils.metric import Metric
 
 METRICS = (
@@ -82,7 +83,7 @@ class FeatureStrategy(BaseStrategy):
     """Checks that the features of both models can be captured."""
     if not isinstance(teacher_model, nnx.Module | None):
       raise TypeError(
-        f"teacher_model is a {type(teacher_model).__name__}: features need a model, or "
+        f"teacher_model is {checks.type_of(teacher_model)}: features need a model, or "
         "batches with teacher_output"
       )
     vocabulary.check_sizes(student_model, teacher_model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from tunix.generate.answers.json_calls import Calls, json_object
+from tunix.generate.answers.call_json import Calls, json_object
 from tunix.generate.answers.marked_calls import Marks
 
 GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from tunix.generate.answers.json_calls import (
+from tunix.generate.answers.call_json import (
   closing_mark,
   ends_in_text,
   json_object,

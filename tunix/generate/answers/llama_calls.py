@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tunix.generate.answers.json_calls import json_calls, tool_call
+from tunix.generate.answers.call_json import json_calls, tool_call
 from tunix.generate.answers.pieces import Piece, ToolCall
 
 PYTHON_TAG = "<|python_tag|>"

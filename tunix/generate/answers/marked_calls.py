@@ -27,7 +27,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tunix.generate.answers.json_calls import (
+from tunix.generate.answers.call_json import (
   Calls,
   closing_mark,
   ends_in_text,

@@ -29,7 +29,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tunix.generate.answers.json_calls import Calls, json_object, read_json
+from tunix.generate.answers.call_json import Calls, json_object, read_json
 from tunix.generate.answers.marked_calls import (
   CLOSE_CALL,
   OPEN_CALL,

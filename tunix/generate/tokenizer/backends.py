@@ -19,6 +19,7 @@ from tunix.generate.tokenizer import (
   files as tokenizer_files,
   limits as tokenizer_limits,
 )
+from tunix.utils import checks
 
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
 _TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
@@ -142,7 +143,7 @@ class Backend(abc.ABC):
       ValueError: the object cannot be copied and extended.
     """
     raise ValueError(
-      f"add_tokens is set and the tokenizer is a {type(self.raw).__name__}, which "
+      f"add_tokens is set and the tokenizer is {checks.type_of(self.raw)}, which "
       f"cannot be extended with {[str(token.content) for token in tokens]}. Use a "
       "folder with tokenizer.json, or a transformers tokenizer"
     )
@@ -160,7 +161,7 @@ class Backend(abc.ABC):
     del fields  # The object writes its own.
     if not hasattr(self.raw, "save_pretrained"):
       raise TypeError(
-        f"a {type(self.raw).__name__} cannot be written as tokenizer.json; copy its "
+        f"{checks.type_of(self.raw)} cannot be written as tokenizer.json; copy its "
         f"files (of tiktoken: its ranks) to {folder} yourself, or train with a "
         "tokenizers.Tokenizer"
       )
@@ -191,7 +192,7 @@ def choose(tokenizer: object) -> Backend:
     return TiktokenBackend(tokenizer)
   if missing:
     raise ValueError(
-      f"a {type(tokenizer).__name__} is no tokenizer: it lacks {', '.join(missing)}; "
+      f"{checks.type_of(tokenizer)} is no tokenizer: it lacks {', '.join(missing)}; "
       "pass a transformers tokenizer, a tokenizers.Tokenizer, a tiktoken encoding, or "
       "an object with " + ", ".join(_REQUIRED)
     )

@@ -20,6 +20,7 @@ from typing import Any
 from tunix.generate.tokenizer import template_limits as limits, template_sandbox
 from tunix.generate.tokenizer.files import ChatTemplates
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
+from tunix.utils import checks
 
 Message = Mapping[str, Any]
 
@@ -156,7 +157,7 @@ def render(
   for tool in tools or ():
     if not _is_schema(tool):
       raise TypeError(
-        f"tools has a {type(tool).__name__}, expected JSON schemas (dicts): pass "
+        f"tools has {checks.type_of(tool)}, expected JSON schemas (dicts): pass "
         f"{_TOOL_SCHEMA}"
       )
   limits.BUDGET.steps = 0

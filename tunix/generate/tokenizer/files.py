@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.utils import io, text_files
+from tunix.utils import checks, io, text_files
 
 TOKEN_NAMES = (
   *("bos_token", "eos_token", "pad_token", "unk_token"),
@@ -192,7 +192,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     ) from error
   if not isinstance(value, dict):
     raise ValueError(
-      f"{path} holds a {type(value).__name__}, expected a JSON object; download or "
+      f"{path} holds {checks.type_of(value)}, expected a JSON object; download or "
       "export the folder again"
     )
   return value

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.generate.answers.json_calls import object_of
+from tunix.generate.answers.call_json import object_of
 from tunix.generate.tokenizer import chat_template
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 

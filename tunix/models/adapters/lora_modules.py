@@ -81,7 +81,7 @@ def select(model: Transformer, targets: Iterable[str]) -> list[str]:
   for target in targets:
     matched = [path for path in paths if hits(target, path)]
     if not matched:
-      fixed = [p for p in ("lm_head", "embed_tokens") if hits(target, p)]
+      fixed = [p for p in (*linears(model), "embed_tokens") if hits(target, p)]
       why = f"{fixed[0]} cannot be adapted" if fixed else "it matches no module"
       raise ValueError(f"target {target!r}: {why}; modules are {', '.join(paths)}")
     chosen.update(matched)

@@ -87,6 +87,8 @@ class Transformer(DecoderLayers):
     groups: Int[Array, "B T"] | None = None,
     shared_prompt: SharedPrompt | None = None,
     expert_choice: Int[Array, "L B T k"] | None = None,
+    rope_offsets: Int[Array, "B T R/2"] | None = None,
+    deepstack: Float[Array, "n B T D"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -106,9 +108,13 @@ class Transformer(DecoderLayers):
         both directions (the parts of an image). See `Visibility`.
       shared_prompt: layout of rows that hold a prompt and several completions of it.
         A completion does not attend to another one. `segment_ids` are then 0 on padding
-        and 1 on tokens. Not with a cache, a mask or groups.
+        and 1 on tokens. Not with a cache or a mask; groups are of the prompt alone.
       expert_choice: numbers of the experts that each layer's tokens use, as an earlier
         call recorded them (see `routing`); None lets the routers choose.
+      rope_offsets: numbers that are added to the rotary positions of each rotated pair
+        of dimensions (places of image tokens in their images).
+      deepstack: vectors that are added to the residual stream after each of the first n
+        layers (features of images; Meng et al. 2024, arXiv:2406.04334).
       return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
         loss never holds [B, T, V].
 
@@ -121,7 +127,7 @@ class Transformer(DecoderLayers):
         number of dimensions.
     """
     c = self.config
-    _check_call(cache, attention_mask, segment_ids, groups, shared_prompt)
+    _check_call(cache, attention_mask, segment_ids, shared_prompt)
     index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
     if cache is not None:
       index = index + cache.index
@@ -131,16 +137,23 @@ class Transformer(DecoderLayers):
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
     rotated = None if c.mla is None else c.mla.rope_dim
     ropes = [(rotated or kind.head_dim, kind.rope) for kind in c.kinds]
+    if rope_offsets is not None:
+      positions = positions[..., None] + rope_offsets
     angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
-      index, attention_mask, segment_ids, groups, shared=shared_prompt
+      index,
+      attention_mask,
+      segment_ids,
+      groups,
+      windowed_groups=c.grouped_layers == "sliding",
+      shared=shared_prompt,
     )
     routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
     if cache is not None:
-      x, cache = self.run_cached(x, angles, visible, cache, routes, vectors)
+      x, cache = self.run_cached(x, angles, visible, cache, routes, vectors, deepstack)
     else:
-      x = self.run(x, angles, visible, routes, vectors)
+      x = self.run(x, angles, visible, routes, vectors, deepstack)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
@@ -272,7 +285,7 @@ class Transformer(DecoderLayers):
     )
 
 
-def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> None:
+def _check_call(cache, attention_mask, segment_ids, shared_prompt) -> None:
   """Refuses arguments that cannot be combined."""
   if segment_ids is not None and (cache is not None or attention_mask is not None):
     raise ValueError(
@@ -284,12 +297,12 @@ def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> No
       f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
       "where a query may attend to a key; None means causal"
     )
-  excluded = {"a cache": cache, "an attention_mask": attention_mask, "groups": groups}
+  excluded = {"a cache": cache, "an attention_mask": attention_mask}
   present = [name for name, value in excluded.items() if value is not None]
   if shared_prompt is not None and present:
     raise ValueError(
-      f"a shared_prompt cannot be combined with {' or '.join(present)} (images make "
-      "groups): give every completion a row of its own"
+      f"a shared_prompt cannot be combined with {' or '.join(present)}: give every "
+      "completion a row of its own"
     )
 
 

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tunix.rl.reward.outcomes import LARGEST
-from tunix.utils import array_codec
+from tunix.utils import array_codec, checks
 
 Message = dict[str, Any]
 Observation = Any
@@ -269,4 +269,4 @@ def _shown(value: Any) -> str:
     text = repr(value)
   except Exception:  # of the user's object
     text = " " * 99
-  return text if len(text) <= 80 else f"a {type(value).__name__}"
+  return text if len(text) <= 80 else checks.type_of(value)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tunix.rl.env.adapters.trl import TRLEnvironment
 from tunix.rl.env.env import EnvError, EnvGroup
+from tunix.utils import checks
 
 MakeEnv = Callable[..., Any]
 
@@ -75,7 +76,7 @@ def one(make: MakeEnv, values: dict[str, Any]) -> Any:
     columns = {name: x for name, x in values.items() if name != "prompt"}
     return TRLEnvironment(made, values["prompt"], columns)
   raise EnvError(
-    f"env returned a {type(made).__name__}; expected an environment with "
+    f"env returned {checks.type_of(made)}; expected an environment with "
     "initial_observation and step, a group with make_envs, or one of TRL with reset"
   )
 

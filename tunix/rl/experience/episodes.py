@@ -29,7 +29,7 @@ from tunix.rl.reward.outcomes import Failed, Outcome, checked
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.client import SamplingClient
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import coordination
+from tunix.utils import checks, coordination
 from tunix.utils.metric import Metric
 
 _WITH_ENV = "if completions are episodes in environments"
@@ -98,7 +98,7 @@ class Episodes:
   ):
     if not callable(make):
       raise TypeError(
-        f"env is a {type(make).__name__}, expected a function env(prompt, **columns) "
+        f"env is {checks.type_of(make)}, expected a function env(prompt, **columns) "
         "that makes an environment"
       )
     if jax.process_count() > 1 and cluster.rollout.mesh is None:

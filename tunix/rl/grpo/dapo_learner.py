@@ -15,7 +15,7 @@ from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PromptSource
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 from tunix.utils.metric import Metric
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ class DAPOLearner(GRPOLearner):
       return None
     if not groups:
       raise ValueError(
-        f"in {refills + 1} batches of prompts no group had rewards that differ: the "
+        f"in {terminal.counted(refills + 1, 'batch of prompts')} no group had rewards "
+        "that differ: the "
         "policy solves all of them or none; change the prompts or the reward, or set "
         "dynamic_sampling=False"
       )

@@ -107,8 +107,3 @@ def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
 def reads_images(model: nnx.Module) -> bool:
   """Returns True if a model's call takes images."""
   return "images" in calling.call_parameters(model)
-
-
-def can_share_prompts(model: nnx.Module) -> bool:
-  """Returns True if rows with images can share their prompt, see `SharedPrompt`."""
-  return not getattr(model, "attends_within_images", False)

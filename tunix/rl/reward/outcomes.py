@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.sandbox.errors import MAX_MESSAGE, describe
-from tunix.utils import array_codec
+from tunix.utils import array_codec, checks
 
 # Largest size of a reward. Up to it, float64 tells x from x + 1, and the squares of
 # differences, of which the deviations of groups are made, fit in float32.
@@ -150,7 +150,7 @@ def checked(value: float, verb: str) -> Value | Failed:
 def _shown(x: object) -> str:
   if x is None or isinstance(x, (int, float)):
     return str(x)[:MAX_MESSAGE]
-  return f"a {type(x).__name__}"
+  return checks.type_of(x)
 
 
 async def _gathered(rewards: list[Any]) -> list[Any]:

@@ -331,7 +331,7 @@ def _check_functions(functions: Sequence[Any]) -> None:
   for function in functions:
     if not callable(function):
       raise TypeError(
-        f"a reward function is a {type(function).__name__}, which cannot be called; "
+        f"a reward function is {checks.type_of(function)}, which cannot be called; "
         "give fn(prompts, completions, **columns) -> list of numbers"
       )
     try:

@@ -7,7 +7,7 @@ The completions of one prompt are a group, and each group has its own thread. Th
 runs the environments and the rewards of the group, and asks the engine for actions
 (engine_loop.py). Batches start and are trained in the order of the data, so nothing is
 discarded and no length is favored. The rule of admission bounds the age of every token,
-see `jobs.admissible`.
+see `schedule.admissible`.
 
 Only one thing depends on timing: which requests and weights the engine takes before
 each launch. The journal (journal.py) records these decisions. After a kill, groups that

@@ -1,4 +1,4 @@
-"""Batches that are sampled ahead, and the rule that lets them start."""
+"""Batches that are sampled ahead, with the rollouts that have ended."""
 
 from __future__ import annotations
 
@@ -18,22 +18,6 @@ from tunix.rl.schedules.journal import Journal, JournalError
 from tunix.rl.weights.placement import Weights
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
-
-
-def admissible(lag: int, step: int, size: int) -> int:
-  """Returns how many prompts may have started: (S + step) * B.
-
-  This is the rule of AReaL (Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement
-  Learning System for Language Reasoning", 2025). It counts all prompts that run, wait
-  for training, or were trained. Batches are trained in order, so no token of the batch
-  of a step is older than S steps.
-
-  Args:
-    lag: S, the largest age of a token in steps.
-    step: number of the step whose batch is collected, from 1.
-    size: B, prompts of a step.
-  """
-  return (lag + step) * size
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,7 +9,7 @@ lag S, prompts of batches t to t + S may be sampled while the learner waits for 
 
 `Schedule` is the schedule `sync`. `Ahead` is the base class of the other two: `Lagged`
 samples whole batches, each with fixed weights, and `Greedy` samples single prompts and
-takes new weights between two launches.
+takes new weights between two launches. `admissible` is the rule of the lag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunix.rl.common import Rollouts
 from tunix.rl.experience.experience import Experience, ShapeRewards
 from tunix.rl.pipeline import PromptBatch, PromptSource
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.schedules.jobs import Job, admissible
+from tunix.rl.schedules.jobs import Job
 from tunix.sft.metrics_logger import Mode
 
 _LOOK_S = 1.0  # seconds between two checks that the sampling still makes progress
@@ -86,6 +86,22 @@ class Schedule:
 
   def close(self) -> None:
     """Stops the sampling."""
+
+
+def admissible(lag: int, step: int, size: int) -> int:
+  """Returns how many prompts may have started: (S + step) * B.
+
+  This is the rule of AReaL (Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement
+  Learning System for Language Reasoning", 2025). It counts all prompts that run, wait
+  for training, or were trained. Batches are trained in order, so no token of the batch
+  of a step is older than S steps.
+
+  Args:
+    lag: S, the largest age of a token in steps.
+    step: number of the step whose batch is collected, from 1.
+    size: B, prompts of a step.
+  """
+  return (lag + step) * size
 
 
 class Ahead(Schedule):

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from tunix.rl.weights import local_arrays
 from tunix.rl.weights.reshard_route import axis_names, order, route
-from tunix.utils import env, mesh as mesh_lib, optional
+from tunix.utils import checks, env, mesh as mesh_lib, optional
 
 _log = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ def _leafwise(layouts: object, arrays: object) -> list[Sharding]:
     sharding = leaf if is_sharding(leaf) else mesh_lib.sharding_of(leaf)
     if not isinstance(sharding, Sharding):
       raise TypeError(
-        f"a target is a {type(leaf).__name__}, which has no sharding: give shardings, "
+        f"a target is {checks.type_of(leaf)}, which has no sharding: give shardings, "
         "or arrays with the shardings of the result"
       )
     out.append(sharding)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from tunix.serve.http.errors import bad
+from tunix.utils import checks
 
 # The three arguments of an ASGI application.
 Scope = dict[str, Any]
@@ -137,7 +138,7 @@ def read_json(data: bytes) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise bad(None, f"the body is no valid JSON: {error}", "invalid_json") from error
   if not isinstance(content, dict):
-    raise bad(None, f"the body is a {type(content).__name__}, expected a JSON object")
+    raise bad(None, f"the body is {checks.type_of(content)}, expected a JSON object")
   return content
 
 

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from tunix.serve.http.errors import ApiError, shutting_down
+from tunix.utils import terminal
 
 
 class Gate:
@@ -62,7 +63,8 @@ class Gate:
       self.running += 1
       return
     if len(self._waiting) >= self._most_waiting:
-      raise self._full(f"{self.running} requests run and {self.waiting} wait")
+      running = terminal.counted(self.running, "running request")
+      raise self._full(f"the server has {running} and {self.waiting} waiting")
     place = asyncio.get_running_loop().create_future()
     self._waiting.append(place)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.generate.answers.json_calls import object_of
+from tunix.generate.answers.call_json import object_of
 from tunix.serve.http.errors import bad
 from tunix.serve.http.fields import Fields, missing, shown
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tunix.sft.checkpoints import barrier as checkpoint_barrier
 from tunix.sft.config import CheckpointOptions
+from tunix.utils import checks
 from tunix.utils.setting import field_values
 
 
@@ -29,7 +30,7 @@ def from_any(options: object) -> CheckpointOptions:
 
   if not isinstance(options, ocp.CheckpointManagerOptions):
     raise TypeError(
-      f"options is a {type(options).__name__}; expected "
+      f"options is {checks.type_of(options)}; expected "
       "tunix.sft.config.CheckpointOptions or orbax's CheckpointManagerOptions"
     )
   policies, defaults = ocp.checkpoint_managers, ocp.CheckpointManagerOptions()
@@ -58,7 +59,7 @@ def from_any(options: object) -> CheckpointOptions:
     cadence = {"min_interval_secs": policy.minimum_interval_secs or 0}
   elif policy is not None:
     raise ValueError(
-      f"save_decision_policy is a {type(policy).__name__}; expected a "
+      f"save_decision_policy is {checks.type_of(policy)}; expected a "
       "FixedIntervalPolicy or a ContinuousCheckpointingPolicy"
     )
   return CheckpointOptions(

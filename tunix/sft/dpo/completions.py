@@ -22,6 +22,7 @@ from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.steps.module_state import ModuleState
+from tunix.utils import checks
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:
@@ -50,7 +51,7 @@ def checked_config(config: object, kind: type[CompletionsConfig]) -> Any:
   config = kind() if config is None else config
   if not isinstance(config, kind):
     raise TypeError(
-      f"training_config is a {type(config).__name__}; expected a {kind.__name__}"
+      f"training_config is {checks.type_of(config)}; expected a {kind.__name__}"
     )
   return config
 
@@ -135,15 +136,19 @@ def completion_logps(
 
   Args:
     model: the policy or the reference.
-    rows: ids and masks of B prompts and of each completion; or the columns of pairs
-      that share rows, see `buckets.batch_pairs`.
+    rows: ids and masks of B prompts and of each completion, with the prompts' `images`
+      if they have some; or the columns of pairs that share rows, see
+      `buckets.batch_pairs`.
     names: names of the N completions of a prompt.
     shared: compute each prompt once for all of its completions.
   """
   if "sequence" in rows:
     return _sequence_logps(model, rows)
   scores = scoring.score_completions(
-    model, *completion_rows(rows, names), group_size=len(names) if shared else 1
+    model,
+    *completion_rows(rows, names),
+    group_size=len(names) if shared else 1,
+    **calling.images_of(model, rows),
   )
   return jnp.sum(scores.logps, axis=1).reshape(-1, len(names))
 

@@ -61,7 +61,7 @@ class KTOTrainingInput:
     prompt_ids, prompt_mask: [B, P], padded on the left.
     completion_ids, completion_mask: [B, R], padded on the right, without BOS.
     labels: bool [B], True for a desirable completion.
-    weights: float [B], as in `TrainingInput`.
+    weights, images: as in `TrainingInput`.
   """
 
   prompt_ids: Any
@@ -70,6 +70,7 @@ class KTOTrainingInput:
   completion_mask: Any
   labels: Any
   weights: Any = None
+  images: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

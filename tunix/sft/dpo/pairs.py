@@ -52,6 +52,8 @@ class TrainingInput:
     margins: float [B], as in `DataInput`.
     weights: float [B], 1 for a pair and 0 for a padding row; None: rows without any
       token are padding.
+    images: images of the prompts by row, the argument of the model's call, which both
+      completions share; None without images.
   """
 
   prompt_ids: Any
@@ -62,3 +64,4 @@ class TrainingInput:
   rejected_mask: Any
   margins: Any = None
   weights: Any = None
+  images: Any = None

@@ -14,7 +14,7 @@ from flax import nnx
 
 from tunix.data import batches as reading, render
 from tunix.data.batches import PAIR
-from tunix.data.reading.store import RowStore, row_key
+from tunix.data.reading.store import RowStore, row_key, without_blanks
 from tunix.models.backbone import reference_of
 from tunix.sft import inference
 from tunix.sft.checkpoints import stamp
@@ -221,14 +221,16 @@ def _keys(
 ) -> Iterator[tuple[int, str]]:
   """Yields (row, key) for the named completion of each row whose weight is not 0.
 
-  The key is a hash of all tokens that the score depends on, without padding.
+  The key is a hash of all tokens and images that the score depends on, without padding.
   """
+  images = [np.asarray(x) for x in jax.tree.leaves(rows.get("images"))]
   for row in np.flatnonzero(weights):
     columns = [np.asarray(rows[f"{name}_{part}"][row]) for part in ("ids", "mask")]
     shown = np.asarray(rows["prompt_mask"][row]) != 0
     prompt = np.asarray(rows["prompt_ids"][row])[shown]
     seen = (prompt, *render.seen_part(*columns))
-    parts = (np.asarray(part, np.int64) for part in seen)
+    parts = [np.asarray(part, np.int64) for part in seen]
+    parts += [part for x in images if len(part := without_blanks(x[row]))]
     yield (
       int(row),
       row_key(np.int64(len(part)).tobytes() + part.tobytes() for part in parts),

@@ -125,7 +125,10 @@ def _step(
   model: nnx.Module, batch: Any, *, loss: Callable[..., Any]
 ) -> tuple[WeightedSum, dict[str, Any]]:
   """Returns the loss of a micro-batch of pairs, and its metrics."""
-  rewards = scoring.score_sequences(model, *completion_rows(batch["rows"], PAIR))
+  rows = batch["rows"]
+  rewards = scoring.score_sequences(
+    model, *completion_rows(rows, PAIR), **calling.images_of(model, rows)
+  )
   # Padding rows have arbitrary scores; their weight is 0.
   pairs = rewards.reshape(-1, len(PAIR)).T
   out = loss(*pairs, margin=batch.get("margins"))

@@ -77,7 +77,8 @@ class TrainResult:
     if self.best is not None:
       parts.append(str(self.best))
     if self.best is not None and self.ended_by == "early_stopping":
-      parts.append(f"stopped early: no better one in {self.best.waited} evaluations")
+      waited = terminal.counted(self.best.waited, "evaluation")
+      parts.append(f"stopped early: no better one in {waited}")
     return "; ".join([*parts, *self.notes])
 
 
@@ -329,8 +330,8 @@ class Run:
       yield from self._doubts().values()
     if limit is not None and not self.is_finished:
       yield (
-        f"the data ended after {steps} of max_steps {limit} steps; repeat the data, or "
-        "call train again, to reach max_steps"
+        f"the data ended after {terminal.counted(steps, 'step')}, and max_steps is "
+        f"{limit}; repeat the data, or call train again, to reach max_steps"
       )
 
   def _doubts(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from flax import nnx
 from tunix.perf.trace import NoopTracer, make_tracer
 from tunix.sft.config import TrainingConfig
 from tunix.sft.steps import shared_steps
+from tunix.utils import checks
 
 Optimizer = optax.GradientTransformation | nnx.Optimizer
 
@@ -28,12 +29,12 @@ def check_kinds(model: object, config: object) -> None:
   """
   if isinstance(model, TrainingConfig) or not isinstance(model, nnx.Module):
     raise TypeError(
-      f"the first argument is a {type(model).__name__}; expected an nnx.Module. Call "
+      f"the first argument is {checks.type_of(model)}; expected an nnx.Module. Call "
       "PeftTrainer(model, optimizer, training_config)."
     )
   if not isinstance(config, TrainingConfig):
     raise TypeError(
-      f"training_config is a {type(config).__name__}; expected a TrainingConfig. Call "
+      f"training_config is {checks.type_of(config)}; expected a TrainingConfig. Call "
       "PeftTrainer(model, optimizer, training_config)."
     )
 
@@ -69,7 +70,7 @@ def resolve_optimizer(
     return optimizer.tx
   if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
     raise TypeError(
-      f"optimizer is a {type(optimizer).__name__}; expected an optax transformation "
+      f"optimizer is {checks.type_of(optimizer)}; expected an optax transformation "
       "such as optax.adamw(1e-5)"
     )
   return optimizer
@@ -92,7 +93,7 @@ def resolve_tracer(tracer: NoopTracer | None, config: TrainingConfig) -> NoopTra
     return make_tracer(config.perf_metrics_options, config.log_dir)
   if not isinstance(tracer, NoopTracer):
     raise TypeError(
-      f"perf_tracer is a {type(tracer).__name__}; expected a PerfTracer or a "
+      f"perf_tracer is {checks.type_of(tracer)}; expected a PerfTracer or a "
       "NoopTracer of tunix.perf.trace"
     )
   if config.perf_metrics_options is not None:
@@ -118,7 +119,7 @@ def named_metrics(aux: object) -> dict[str, Any]:
     return {}
   if not isinstance(aux, dict):
     raise TypeError(
-      f"the loss's aux is a {type(aux).__name__}; expected a dict of scalars by name. "
+      f"the loss's aux is {checks.type_of(aux)}; expected a dict of scalars by name. "
       "Return one, or make one in _post_process_train_step and _post_process_eval_step."
     )
   if taken := sorted(_RESERVED_METRICS & aux.keys()):
@@ -128,7 +129,7 @@ def named_metrics(aux: object) -> dict[str, Any]:
   for name, value in aux.items():
     if not jax.tree_util.all_leaves([value]) or np.size(value) != 1:
       raise TypeError(
-        f"{name!r} in the loss's aux is a {type(value).__name__} of shape "
+        f"{name!r} in the loss's aux is {checks.type_of(value)} of shape "
         f"{np.shape(value)}; expected a scalar. Return one, or make one in "
         "_post_process_train_step and _post_process_eval_step."
       )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tunix.sft.steps import iterator_state
+from tunix.utils import terminal
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,9 @@ class BatchSource:
     unused = self._drawn - drawn
     if not 0 <= unused <= len(self._taken):
       raise ValueError(
-        f"the run has consumed {drawn} micro-batches, and the generator has given "
-        f"{self._drawn}. Pass data that can be iterated again, or a new generator that "
-        "starts at the first micro-batch."
+        f"the run has consumed {terminal.counted(drawn, 'micro-batch')}, and the "
+        f"generator has given {self._drawn}. Pass data that can be iterated again, or "
+        "a new generator that starts at the first micro-batch."
       )
     used = len(self._taken) - unused
     self._returned = [*self._taken[used:], *self._returned]
@@ -103,9 +104,10 @@ class BatchSource:
   def _draw_from_iterator(self) -> Any:
     for batch in self._iterator:
       if batch is None:  # None would be taken for the end of the data
+        drawn = terminal.counted(self._drawn, "micro-batch")
         raise ValueError(
-          f"the training data yielded None after {self._drawn} micro-batches; expected "
-          "a batch. Leave the None out."
+          f"the training data yielded None after {drawn}; expected a batch. Leave the "
+          "None out."
         )
       return batch
     return None
@@ -143,7 +145,8 @@ class BatchSource:
     while self._drawn < saved["drawn"]:
       self.mark()
       if self.next() is None:
+        drawn = terminal.counted(self._drawn, "micro-batch")
         raise ValueError(
-          f"the training data ended after {self._drawn} micro-batches, but the run had "
-          f"consumed {saved['drawn']}: resume with the data it was started with"
+          f"the training data ended after {drawn}, but the run had consumed "
+          f"{saved['drawn']}: resume with the data it was started with"
         )

@@ -13,7 +13,7 @@ from tunix.sft import sharding_utils
 from tunix.sft.config import TrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.steps.train_step import Group, examples_in
-from tunix.utils import mesh as mesh_lib, tree
+from tunix.utils import mesh as mesh_lib, terminal, tree
 from tunix.utils.setting import field_values
 
 
@@ -103,8 +103,9 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
   rows = examples_in(batch)
   if rows % parts:
     raise ValueError(
-      f"a global batch of {rows} rows cannot be cut into {parts} micro-batches. Make "
-      "the rows a multiple of gradient_accumulation_steps."
+      f"a global batch of {terminal.counted(rows, 'row')} cannot be cut into "
+      f"{terminal.counted(parts, 'micro-batch')}. Make the rows a multiple of "
+      "gradient_accumulation_steps."
     )
 
   # An array may have one element for several adjacent rows: images of a group.
@@ -226,7 +227,8 @@ def check_trained(batches: Sequence[Any]) -> None:
   if not any(np.any(np.asarray(mask)[:, 1:]) for mask in masks):
     rows = sum(np.shape(mask)[0] for mask in masks)
     raise ValueError(
-      f"a global batch of {rows} rows has no trained token (input_mask is zero after "
+      f"a global batch of {terminal.counted(rows, 'row')} has no trained token "
+      "(input_mask is zero after "
       "the first column). The records have no assistant text, their prompts fill the "
       "maximum length, or the mask is inverted; look at a batch with `tunix data show`."
     )

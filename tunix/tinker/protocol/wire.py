@@ -15,6 +15,7 @@ from tunix.tinker.learning.data import Row
 from tunix.tinker.learning.sparse import Sparse
 from tunix.tinker.protocol import fields, protobuf
 from tunix.tinker.protocol.results import Result
+from tunix.utils import checks
 
 # Numbers of the protocol's data types, and the types of JSON.
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
@@ -192,7 +193,7 @@ def gradient_from_json(body: Mapping[str, Any], backward: bool) -> GradientReque
 
 def _row_from_json(datum: object) -> Row:
   if not isinstance(datum, dict):
-    raise TinkerError(f"a datum is a {type(datum).__name__}; expected a JSON object")
+    raise TinkerError(f"a datum is {checks.type_of(datum)}; expected a JSON object")
   inputs = fields.table(datum, "loss_fn_inputs")
   return _row(
     [model_input(datum.get("model_input"))],

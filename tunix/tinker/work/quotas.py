@@ -9,6 +9,7 @@ from tunix.tinker.state.checkpoints import Checkpoints
 from tunix.tinker.state.records import Records
 from tunix.tinker.work.sampling import Sampler
 from tunix.tinker.work.worker import Worker
+from tunix.utils import terminal
 
 
 class Quotas:
@@ -82,8 +83,9 @@ class Quotas:
       waiting += self._sampler.pending(tenant)
     if waiting >= self._limits.max_pending:
       raise BusyError(
-        f"{waiting} requests of the tenant wait; expected fewer than the limit of "
-        f"{self._limits.max_pending}. Send the request again later"
+        f"the tenant has {terminal.counted(waiting, 'waiting request')}; expected "
+        f"fewer than the limit of {self._limits.max_pending}. Send the request again "
+        "later"
       )
 
   def check_checkpoints(self, tenant: str) -> None:

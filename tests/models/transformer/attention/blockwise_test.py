@@ -32,7 +32,7 @@ def options(seed):
   ]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_equal_the_whole(kind, seed):
   seed += 10 * KINDS.index(kind)

@@ -8,7 +8,8 @@ from flax import nnx
 
 from tests.models import checkpoints
 from tunix.models import quantization
-from tunix.models.transformer.dense.layers import Linear, gelu_tanh
+from tunix.models.transformer.dense.layers import Linear, RMSNorm, gelu_tanh
+from tunix.models.transformer.dense.mlp import gated
 
 EXPERTS, IN, OUT, RANK = 3, 32, 6, 2
 SIZES = np.array([4, 0, 3], np.int32)
@@ -115,3 +116,26 @@ def test_the_gradient_of_gelu_keeps_its_digits():
   error = lambda f: np.max(np.abs(jax.vmap(jax.grad(f))(x) - want) / (abs(want) + 1e-3))
   assert error(gelu_tanh) < 3e-5
   assert error(jax.nn.gelu) > 1e-3
+
+
+def _kept(fn, *args) -> dict[str, int]:
+  """Returns the bytes that the backward pass of fn(*args) keeps, by dtype."""
+  backward = jax.eval_shape(lambda: jax.vjp(fn, *args)[1])
+  kept = dict.fromkeys(("bfloat16", "float32"), 0)
+  for x in jax.tree.leaves(backward):
+    kept[x.dtype.name] += x.size * x.dtype.itemsize
+  return kept
+
+
+def test_a_16_bit_model_keeps_no_float32_values_of_norms_and_activations():
+  x = jnp.ones((4, 256), jnp.bfloat16)
+  norm = RMSNorm(256, 1e-6, spec=(None,), param_dtype=jnp.bfloat16)
+  assert _kept(norm, x) == {"bfloat16": x.nbytes + 512, "float32": 0}
+  combine = lambda gate, up: gated(gate, up, jax.nn.silu, None)
+  assert _kept(combine, x, x) == {"bfloat16": 2 * x.nbytes, "float32": 0}
+
+
+def test_a_float32_norm_recomputes_nothing():
+  norm = RMSNorm(256, 1e-6, spec=(None,))
+  text = str(jax.make_jaxpr(norm)(jnp.ones((4, 256))))
+  assert "checkpoint" not in text and "remat" not in text

@@ -15,6 +15,7 @@ from tunix.data.chat import Rendered
 from tunix.data.reading import files
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import terminal
 
 
 def evaluate(task: Task, *, max_length: int | None) -> Section:
@@ -60,7 +61,9 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
       for example, logp in list(zip(examples, logps))[: task.shown]
     ],
     headline=("nats per token", -float(logps.sum()) / int(tokens.sum())),
-    notes=[f"{cut} of {len(records)} records are cut at {max_length} tokens"]
+    notes=[
+      f"{cut} of {terminal.counted(len(records), 'record')} cut at {max_length} tokens"
+    ]
     if cut
     else [],
   )

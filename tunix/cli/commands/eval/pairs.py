@@ -16,6 +16,7 @@ from tunix.data.reading.stored import Records
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
 from tunix.models.transformer.model import Transformer
+from tunix.utils import terminal
 
 
 def evaluate(
@@ -134,9 +135,9 @@ def _read(
 def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:
   notes = []
   if equal:
-    notes.append(f"{equal} pairs of equal responses are ignored")
+    notes.append(f"{terminal.counted(equal, 'pair of equal responses')} ignored")
   if cut:
-    notes.append(f"{cut} pairs are cut at {max_length} tokens")
+    notes.append(f"{terminal.counted(cut, 'pair')} cut at {max_length} tokens")
   return notes
 
 

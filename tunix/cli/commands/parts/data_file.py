@@ -12,7 +12,7 @@ from tunix.cli import config as config_lib
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.make import data_sources, model_folders
 from tunix.cli.settings import yaml_text
-from tunix.data import render, show
+from tunix.data import chat, render, show
 from tunix.data.images import ImageReader
 from tunix.data.reading import files
 from tunix.data.reading.recognize import Recognized, recognize
@@ -140,7 +140,7 @@ def _lines(
   images: ImageReader | None,
 ) -> Iterator[str]:
   count, shown = len(records), min(rows, len(records))
-  yield f"{records.name}: {records.noun}, {count:,} record{'s' * (count != 1)}"
+  yield f"{records.name}: {records.noun}, {terminal.counted(count, 'record')}"
   before = None
   for index in range(shown):
     record, where = records.raw(index), records.where(index)
@@ -148,7 +148,7 @@ def _lines(
     if form != before:
       yield _describe(form)
     before = form
-    yield f"--- {where}\n{_shortened(record)}"
+    yield f"--- {where}\n{_shortened(record, where)}"
     if tokenizer is None:
       read = form.kind.read(record, where)
       yield show.describe_record(read, colour=sys.stdout.isatty())
@@ -202,6 +202,10 @@ def _names_of_jobs(kind: Kind) -> str:
   return f"{', '.join(others)} and {last}" if others else last
 
 
-def _shortened(record: object) -> str:
+def _shortened(record: object, where: str) -> str:
   text = json.dumps(record, ensure_ascii=False, default=repr)
+  try:
+    chat.check_unicode(text)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
   return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

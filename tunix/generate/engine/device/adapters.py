@@ -145,7 +145,7 @@ class AdapterBank:
       return
     if not isinstance(model, Transformer):
       raise TypeError(
-        f"the model is a {type(model).__name__}; expected a decoder of this package. "
+        f"the model is {checks.type_of(model)}; expected a decoder of this package. "
         "Set adapter_ranks=0 for another model"
       )
     self._config = model.config

@@ -14,7 +14,7 @@ from tunix.generate.engine.device.state import Out
 from tunix.generate.engine.request import RequestError
 from tunix.generate.engine.run import results
 from tunix.generate.engine.run.device import Device
-from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling import matchers
 from tunix.generate.engine.scheduling.draft_policy import DraftPolicy, Source
 from tunix.generate.engine.scheduling.plan import Plan
 from tunix.generate.engine.scheduling.scheduler import Scheduler
@@ -176,7 +176,7 @@ class Launches:
     words = -(-self._vocab_size // 32)
     allowed = np.full((self._config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):
-      if s is not None and (mask := matching.mask(s, words)) is not None:
+      if s is not None and (mask := matchers.mask(s, words)) is not None:
         allowed[slot] = mask
     return allowed
 

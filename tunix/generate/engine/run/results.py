@@ -8,7 +8,7 @@ import numpy as np
 
 from tunix.generate.engine.device.state import Out, PromptOut
 from tunix.generate.engine.request import RequestError, Ticket
-from tunix.generate.engine.scheduling import matching
+from tunix.generate.engine.scheduling import matchers
 from tunix.generate.engine.scheduling.plan import Block
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion, Delta, Tokens, joined
@@ -41,7 +41,7 @@ def take(s: Sequence, out: Out) -> tuple[int, str | None]:
     if stop is not None:  # tokens after the stop string do not count
       count, reason = prompt + stop - s.length, "stop"
     if reason != "eos":
-      matching.accept(s, np.asarray(drawn[:count]))
+      matchers.accept(s, np.asarray(drawn[:count]))
   except RequestError as error:  # only this completion fails
     s.failure = error
   s.length += count

@@ -214,6 +214,20 @@ def magnitude_ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
   return jnp.where(used, magnitude / jnp.where(used & (norms > 0), norms, 1.0), 1.0)
 
 
+def recomputed(fn: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+  """Returns fn(*args), whose intermediate values the backward pass computes again.
+
+  It is for elementwise functions and norms of 16-bit arrays. JAX keeps their values,
+  many of them in float32, until the backward pass. To read `args` and compute again
+  costs no more than to read these values. Values of float32 arrays are kept.
+  """
+  if args[0].dtype.itemsize >= 4:
+    return fn(*args)
+  # Without barriers against common subexpressions, which would also hinder fusion. The
+  # backward pass of scanned layers is another loop, so there are none.
+  return jax.checkpoint(fn, prevent_cse=False)(*args)
+
+
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
   """Returns x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
   y = x.astype(jnp.float32)
@@ -238,8 +252,11 @@ class RMSNorm(nnx.Module):
     self.offset = offset
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = self.scale[...].astype(jnp.float32)
-    return (unit_rms(x, self.eps) * (scale + self.offset)).astype(x.dtype)
+    return recomputed(self._normed, x, self.scale[...])
+
+  def _normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+    factor = scale.astype(jnp.float32) + self.offset
+    return (unit_rms(x, self.eps) * factor).astype(x.dtype)
 
 
 class Embedding(nnx.Module):

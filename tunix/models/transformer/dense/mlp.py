@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models.transformer.dense.layers import Linear
+from tunix.models.transformer.dense.layers import Linear, recomputed
 
 Activation = Callable[[jax.Array], jax.Array]
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -113,4 +113,5 @@ def gated(
   gate: jax.Array, up: jax.Array, activation: Activation, gating: Gate | None
 ) -> jax.Array:
   """Returns gating(gate, up), or activation(gate) * up without a `gating`."""
-  return activation(gate) * up if gating is None else gating(gate, up)
+  combine = gating or (lambda gate, up: activation(gate) * up)
+  return recomputed(combine, gate, up)

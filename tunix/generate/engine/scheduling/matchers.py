@@ -1,4 +1,4 @@
-"""Calls of matchers. A matcher that fails ends its own completion only.
+"""Calls of matchers. A matcher that fails ends its own request only.
 
 A constraint may be the caller's own class. The engine continues whatever that class
 raises.

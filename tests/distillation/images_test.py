@@ -1,0 +1,103 @@
+"""Distillation with images: the teacher and its cache see them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests import optimizers, toys_images
+from tests.cli import runs
+from tests.sft import images_test, trainers
+from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.strategies import LogitStrategy
+from tunix.distillation.teacher_cache import TeacherCache
+from tunix.models import lora
+from tunix.models.automodel import AutoModel
+
+STRATEGY = LogitStrategy(temperature=1.0, alpha=1.0, distill_top_k=5)
+
+
+def pair(folder):
+  """A teacher, and a student that differs from it."""
+  teacher = toys_images.load(folder)
+  student = lora.apply(teacher, lora.LoraConfig(rank=2))
+  trainers.shake(student)
+  return teacher, student
+
+
+@pytest.fixture
+def prepared(tmp_path):
+  """(folder of the model, dataset of Ministral 3, whose images are pairs of arrays)."""
+  folder = toys_images.folder("ministral3", tmp_path / "model")
+  file = toys_images.write_records(tmp_path)
+
+  def data(**options):
+    model, tokenizer = toys_images.load(folder), toys_images.tokenizer("ministral3")
+    options = {"shuffle": False, **options}
+    return list(images_test.dataset(folder, model, tokenizer, file, **options))
+
+  return folder, data
+
+
+def run(student, teacher, batch, parts=1):
+  config = TrainingConfig(gradient_accumulation_steps=parts)
+  trainer = DistillationTrainer(student, teacher, STRATEGY, optimizers.sgd(1.0), config)
+  return float(trainer.train_step(batch)), trainers.leaves(trainer.model)
+
+
+def test_a_cut_batch_with_a_cache_gives_the_update_of_a_whole_one(prepared, tmp_path):
+  folder, data = prepared
+  batch = data()[0]
+  teacher, student = pair(folder)
+  cache = TeacherCache(tmp_path / "cache", teacher, top_k=5)
+  assert cache.fill([batch]) == 4
+  read = TeacherCache(tmp_path / "cache")
+  whole, one = run(student, teacher, batch)
+  assert whole > 1e-4
+  cut, many = run(pair(folder)[1], read, batch, parts=4)
+  np.testing.assert_allclose(cut, whole, rtol=1e-5)
+  for path, leaf in one.items():
+    np.testing.assert_allclose(many[path], leaf, rtol=0, atol=1e-6, err_msg=path)
+  # Other images are other rows; more room for images is not.
+  wide = data(image_tokens=32)[0]
+  assert wide["images"][0].shape[1] > batch["images"][0].shape[1]
+  read.look_up(wide)
+  values, grid = batch["images"]
+  with pytest.raises(ValueError, match="3 of 4 rows are not in the cache"):
+    read.look_up({**batch, "images": (-values, grid)})
+
+
+def test_a_teacher_of_text_is_refused(prepared):
+  folder, data = prepared
+  text = AutoModel.from_pretrained(folder, dtype="float32", images=False)
+  with pytest.raises(ValueError, match=r"the batch has images, and Ministral3.* takes"):
+    run(pair(folder)[1], text, data()[0])
+
+
+def test_what_the_command_refuses(tmp_path, capsys):
+  folder = toys_images.folder("smolvlm", tmp_path / "model")
+  toys_images.write_records(tmp_path)
+  keys = {"job": "distill", "output_dir": tmp_path / "out", "training__max_steps": 1}
+  files = {"preprocessor_config.json": {"resample": 3}}
+  files["config.json"] = {"model_type": "llama"}
+  messages = ("has another image processor", "has no vision tower")
+  for (name, change), message in zip(files.items(), messages):
+    teacher = tmp_path / name.partition(".")[0]
+    shutil.copytree(folder, teacher)
+    values = json.loads((teacher / name).read_text())
+    (teacher / name).write_text(json.dumps(values | change))
+    assert images_test.command(tmp_path, distill__teacher=teacher, **keys) == 2
+    assert f"distill.teacher is {teacher}, which {message}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_trains(tmp_path):
+  folder = toys_images.folder("smolvlm", tmp_path / "model")
+  toys_images.write_records(tmp_path)
+  keys = {"job": "distill", "distill__teacher": folder, "distill__top_k": 5}
+  keys |= {"output_dir": tmp_path / "out", "training__max_steps": 2}
+  cache = {"distill__cache": tmp_path / "cache"}
+  assert images_test.command(tmp_path, **keys, **cache) == 0
+  losses = [record["loss"] for record in runs.metrics(tmp_path / "out").values()]
+  assert len(losses) == 2 and np.isfinite(losses).all()
