@@ -176,6 +176,8 @@ def rope_offsets(
   """
   rows = tokens if grid.ndim == 3 else tokens.reshape(1, -1)
   grid = grid if grid.ndim == 3 else grid[None]
+  # Adjacent rows may share images, see `scatter_images`, which refuses other numbers.
+  grid = jnp.repeat(grid, len(rows) // len(grid), axis=0)
   coarse = jnp.pad(grid[..., 1:] // config.vision.merge, ((0, 0), (0, 1), (0, 0)))
   is_image = rows == config.soft_token
   order = jnp.maximum(jnp.cumsum(is_image, axis=1) - 1, 0)
