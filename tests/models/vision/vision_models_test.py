@@ -216,6 +216,27 @@ def test_spellings_of_ministral3(key, want):
   assert canonical(key) == canonical(want) == want
 
 
+def test_a_tower_of_sounds_is_left_out(tmp_path):
+  folder = checkpoints.copy("gemma4_vision", tmp_path / "sounds")
+  sound = {"model.audio_tower.norm.weight": np.ones(3, np.float32)}
+  checkpoints.rewrite(folder, checkpoints.tensors(folder) | sound)
+  checkpoints.change_config(folder, audio_config={"model_type": "gemma4_audio"})
+  model = AutoModel.from_pretrained(folder, images=True)
+  save_pretrained(model, tmp_path / "out", source=folder)
+  assert not sound.keys() & checkpoints.tensors(tmp_path / "out").keys()
+  saved = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert saved["audio_config"] is None
+
+
+def test_more_columns_than_positions():
+  """The golden model has 12 positions; an image of 15 columns has no vectors."""
+  features = jax.jit(load("gemma4").image_features)
+  for columns in (12, 15):
+    values, grid = np.ones((45, 48), np.float32), np.array([[3, columns]])
+    vectors = features((values, grid))[0, : columns // 3]
+    assert np.isfinite(vectors).all() == (columns == 12)
+
+
 @pytest.mark.parametrize(
   "name, section, field, value, message",
   [
