@@ -12,7 +12,10 @@ from tests.models.images import toys as processors
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 
-NAMES = ("gemma3", "smolvlm", "ministral3")
+# The engine samples with images of these.
+NAMES = ("gemma3", "smolvlm", "ministral3", "gemma4")
+OTHERS = ("qwen3_5", "qwen3_vl")
+ALL = (*NAMES, *OTHERS)
 SOFT = 79
 
 _GEMMA3 = r"""
@@ -63,6 +66,38 @@ _MINISTRAL3 = r"""
 {%- endfor -%}
 """
 
+_GEMMA4 = r"""
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set role = 'model' if message.role == 'assistant' else message.role -%}
+{{- '<|turn>' + role + '\n' -}}
+{%- if message.content is string -%}
+{{- message.content | trim -}}
+{%- else -%}
+{%- for part in message.content -%}
+{{- '<|image|>' if part.type == 'image' else part.text | trim -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|turn>model\n' -}}{%- endif -%}
+"""
+
+_QWEN = r"""
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' -}}
+{%- if message.content is string -%}{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
 # Processor files; template; BOS; EOS; special tokens by id.
 _TOYS = {
   "gemma3": (
@@ -84,11 +119,29 @@ _TOYS = {
     {0: "<pad>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]"}
     | {77: "[IMG_BREAK]", 78: "[IMG_END]", SOFT: "[IMG]"},
   ),
+  "gemma4": (
+    processors._gemma4(4, 3, 8),
+    _GEMMA4,
+    {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<|turn>", 4: "<turn|>"}
+    | {77: "<|image>", 78: "<image|>", SOFT: "<|image|>"},
+  ),
 }
+_TOYS |= dict.fromkeys(
+  OTHERS,
+  (
+    processors._qwen(4, 2, 256, 600),
+    _QWEN,
+    {0: "<pad>", 1: "<|im_start|>", 2: "<|im_end|>"}
+    | {77: "<|vision_start|>", 78: "<|vision_end|>", SOFT: "<|image_pad|>"},
+  ),
+)
 _ROLES: dict[str, dict[str, Any]] = {
   "gemma3": {"bos_token": "<bos>", "eos_token": "<eos>"},
   "smolvlm": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
   "ministral3": {"bos_token": "<s>", "eos_token": "</s>"},
+  "gemma4": {"bos_token": "<bos>", "eos_token": "<eos>"},
+  "qwen3_5": {"eos_token": "<|im_end|>"},
+  "qwen3_vl": {"eos_token": "<|im_end|>"},
 }
 
 

@@ -59,6 +59,7 @@ BESIDES = {
     "beam_size": {"temperature": None, "num_samples": None},
     "length_penalty": {"beam_size": 4, "temperature": None},
     "prompt_file": {"prompt": None},
+    "image": {"chat": True},
     "stream": {"num_samples": None},
   },
   "chat": {"api_key_env": {"url": "u"}},

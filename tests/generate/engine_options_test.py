@@ -11,6 +11,7 @@ from tunix.generate.external.rows import filter_values
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.generate.vllm_async_driver import VllmAsyncDriver
 from tunix.generate.vllm_sampler import VllmSampler
+from tunix.models.images.prompt_images import PromptImages
 
 TOKENIZER = toys_text.chat_tokenizer("chatml")
 IDS = [*TOKENIZER.encode("The river runs"), TOKENIZER.eos_id()]
@@ -39,6 +40,7 @@ OPTIONS = {
   "length_penalty": (2.0, {"beam_size": 2}),
   "exact": (True, {"return_logprobs": True}),
   "first_prompt": (1, DRAW),
+  "images": ([PromptImages(None, (1,), (b"a",))], {}),
   "engine_options": ({"regex": "a"}, {}),
 }
 

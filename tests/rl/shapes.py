@@ -1,15 +1,14 @@
 """Counts shapes in drawn pictures: python -m tests.rl.shapes --seeds 0 1 2 --plot FILE.
 
-    [picture]how many circles?     3
+    [picture]how many?     3
 
-A SmolVLM of 0.5 million weights, tower included, is trained from nothing on CPU: first
-by fine-tuning until it answers about half of the questions, then by GRPO, whose reward
-is 1 for the right number, else 0. The accuracy is that of greedy answers to 200
-held-out pictures.
+A picture has 1 to 6 circles, squares and crosses. A SmolVLM of 0.4 million weights,
+tower included, is trained from nothing on CPU: first by fine-tuning until it answers
+about half of the questions, then by GRPO, whose reward is 1 for the right number, else
+0. The accuracy is that of greedy answers to 200 held-out pictures.
 """
 
 import argparse
-import itertools
 import json
 import pathlib
 import random
@@ -40,15 +39,15 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
-SHAPES = ("circles", "squares", "crosses")
+MOST = 6  # shapes of a picture
 CELLS, CELL = 3, 16  # cells of an edge, pixels of a cell
 EDGE = CELLS * CELL
 SOFT = CELLS**2  # soft tokens of a picture, one for each cell
 HELD_OUT = 200
 
-SFT_STEPS, SFT_ROWS, SFT_RATE = 300, 64, 1e-3
-GRPO_STEPS, PROMPTS, GENERATIONS, GRPO_RATE = 150, 32, 8, 3e-4
-PROMPT_LENGTH, ANSWER_LENGTH = 48, 2  # tokens; the answer's with its EOS
+SFT_STEPS, SFT_ROWS, SFT_RATE = 200, 32, 1e-3
+GRPO_STEPS, PROMPTS, GENERATIONS, GRPO_RATE = 100, 32, 8, 3e-4
+PROMPT_LENGTH, ANSWER_LENGTH = 24, 2  # tokens; the answer's with its EOS
 
 _TEMPLATE = r"""
 {%- for message in messages -%}
@@ -63,43 +62,39 @@ _TEMPLATE = r"""
 """
 
 
-def draw(numbers: random.Random, file: pathlib.Path) -> list[int]:
-  """Draws a picture; returns the number of each of `SHAPES`."""
+def draw(numbers: random.Random, count: int) -> Image.Image:
+  """Draws a picture of `count` shapes in different cells."""
   picture = Image.new("RGB", (EDGE, EDGE), "white")
-  pen, counts = ImageDraw.Draw(picture), [0] * len(SHAPES)
-  for row, column in itertools.product(range(CELLS), repeat=2):
-    kind = numbers.randrange(len(SHAPES) + 1)
+  pen = ImageDraw.Draw(picture)
+  for cell in numbers.sample(range(CELLS**2), count):
+    row, column = divmod(cell, CELLS)
     color = tuple(numbers.randrange(160) for _ in range(3))
     x, y = (CELL * place + numbers.randrange(2, 5) for place in (column, row))
     edge = numbers.randrange(8, 11)
     box = (x, y, x + edge, y + edge)
+    kind = numbers.randrange(3)
     if kind == 0:
       pen.ellipse(box, fill=color)
     elif kind == 1:
       pen.rectangle(box, fill=color)
-    elif kind == 2:
-      pen.line(box, fill=color, width=2)
-      pen.line((x, y + edge, x + edge, y), fill=color, width=2)
-    if kind < len(SHAPES):
-      counts[kind] += 1
-  picture.save(file)
-  return counts
+    else:
+      pen.line(box, fill=color, width=3)
+      pen.line((x, y + edge, x + edge, y), fill=color, width=3)
+  return picture
 
 
 def records(folder: pathlib.Path, seed: int, count: int) -> list[dict]:
-  """Questions about new pictures, {"messages", "answer"}."""
+  """Questions about new pictures, {"prompt", "answer"}."""
   numbers, out = random.Random(seed), []
   folder.mkdir(parents=True, exist_ok=True)
   for number in range(count):
-    file = folder / f"{seed}_{number}.png"
-    counts = draw(numbers, file)
-    kind = numbers.randrange(len(SHAPES))
+    file, shapes = folder / f"{seed}_{number}.png", numbers.randint(1, MOST)
+    draw(numbers, shapes).save(file)
     parts = [
       {"type": "image", "image": str(file)},
-      {"type": "text", "text": f"how many {SHAPES[kind]}?"},
+      {"type": "text", "text": "how many?"},
     ]
-    question = {"role": "user", "content": parts}
-    out.append({"prompt": [question], "answer": str(counts[kind])})
+    out.append({"prompt": [{"role": "user", "content": parts}], "answer": str(shapes)})
   return out
 
 
@@ -144,10 +139,10 @@ def write_model(folder: pathlib.Path, seed: int) -> pathlib.Path:
       embed_dim=64,
       hidden_dim=128,
       num_heads=4,
-      patch_size=CELL // 2,
+      patch_size=CELL,
       image_size=EDGE,
     ),
-    shuffle=2,
+    shuffle=1,
     image_token_id=words.index("<image>"),
   )
   model = AutoModel.from_config(config, seed=seed, dtype=jnp.float32)
@@ -251,6 +246,7 @@ def run(folder: pathlib.Path, seed: int, sft: int, steps: int) -> dict:
   fine_tuned(folder, seed, sft)
   out["fine_tuned"] = accuracy(folder)
   out["sft_cpu_s"] = round(time.process_time() - start)
+  print(json.dumps(out), flush=True)
   if not steps:
     return out
   curve, start = [], time.process_time()
@@ -271,7 +267,7 @@ def run(folder: pathlib.Path, seed: int, sft: int, steps: int) -> dict:
 def main() -> None:
   options = argparse.ArgumentParser(description=__doc__)
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
-  options.add_argument("--sft", type=int, default=SFT_STEPS, help="steps")
+  options.add_argument("--sft", type=int, default=SFT_STEPS, help="steps, of 200")
   options.add_argument("--steps", type=int, default=GRPO_STEPS, help="of GRPO")
   options.add_argument("--plot", type=pathlib.Path, help="a PNG to write")
   given, curves = options.parse_args(), []

@@ -30,7 +30,7 @@ def adapted(folder):
   return lora.apply(toys_images.load(folder), lora.LoraConfig(rank=2))
 
 
-@pytest.mark.parametrize("name", toys_images.NAMES)
+@pytest.mark.parametrize("name", toys_images.ALL)
 def test_a_global_batch_gives_one_update_however_it_is_cut(name, tmp_path):
   folder = toys_images.folder(name, tmp_path / "model")
   records = toys_images.write_records(tmp_path)

@@ -12,9 +12,14 @@ import pytest
 
 import tunix
 from tests import optimizers
+from tunix.models.gemma4 import multimodal as gemma4
+from tunix.models.gemma4.vision import Gemma4TowerConfig
 from tunix.models.ministral3 import multimodal as ministral3
+from tunix.models.qwen3_5 import multimodal as qwen3_5
+from tunix.models.qwen3_5_moe import multimodal as qwen3_5_moe
+from tunix.models.qwen3_vl import model as qwen3_vl
 from tunix.models.smolvlm import model as smolvlm
-from tunix.models.vision import config as vision
+from tunix.models.vision import config as vision, qwen
 from tunix.models.vision.pixtral import PixtralConfig
 from tunix.models.vision.siglip import SiglipConfig
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -47,7 +52,9 @@ _REQUIRED = {
   "OnPolicyConfig": {"max_prompt_length": 8, "max_completion_length": 8},
   "ProfilerOptions": {"log_dir": "x", "skip_first_n_steps": 1, "profiler_steps": 2},
   "ImageTokens": {"start": 1, "soft": 2, "end": 3, "newlines": (4, 5)},
-  **dict.fromkeys(["TowerConfig", "PixtralConfig"], _TOWER),
+  **dict.fromkeys(
+    ["TowerConfig", "PixtralConfig", "Gemma4TowerConfig", "QwenConfig"], _TOWER
+  ),
   "SiglipConfig": _TOWER | {"image_size": 8},
   "OverlongBuffer": {"tokens": 4},
   "RewardSettings": {"functions": ()},
@@ -62,6 +69,16 @@ _TOWERS = {
   vision.VisionLanguageConfig: vision.TowerConfig,
   smolvlm.ModelConfig: SiglipConfig,
   ministral3.MultimodalConfig: PixtralConfig,
+  gemma4.MultimodalConfig: Gemma4TowerConfig,
+  **dict.fromkeys(
+    (
+      qwen.QwenImagesConfig,
+      qwen3_5.MultimodalConfig,
+      qwen3_5_moe.MultimodalConfig,
+      qwen3_vl.ModelConfig,
+    ),
+    qwen.QwenConfig,
+  ),
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2

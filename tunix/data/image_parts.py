@@ -69,13 +69,13 @@ def gathered(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
   return changed
 
 
-def has_places(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+def has_places(prompt: Any) -> bool:
   """Returns True if a text or messages have an image or a placeholder of one."""
-  if isinstance(prompt, str):
-    return _MARK in prompt
-  contents = [turn.get("content") or "" for turn in prompt if isinstance(turn, Mapping)]
+  if not _has_messages(prompt):
+    return isinstance(prompt, str) and _MARK in prompt
+  contents = [turn.get("content") for turn in prompt]
   return any(
-    _MARK in content if isinstance(content, str) else any(map(_is_image, content))
+    _MARK in content if isinstance(content, str) else any(map(_is_image, content or ()))
     for content in contents
   )
 

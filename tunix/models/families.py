@@ -14,7 +14,7 @@ from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
-from tunix.models.gemma4 import params as gemma4
+from tunix.models.gemma4 import multimodal_params as gemma4_multimodal, params as gemma4
 from tunix.models.glm4_moe_lite import params as glm4_moe_lite
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
@@ -31,8 +31,12 @@ from tunix.models.olmo3 import params as olmo3
 from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
-from tunix.models.qwen3_5 import params as qwen3_5
-from tunix.models.qwen3_5_moe import params as qwen3_5_moe
+from tunix.models.qwen3_5 import multimodal as qwen3_5_multimodal, params as qwen3_5
+from tunix.models.qwen3_5_moe import (
+  multimodal as qwen3_5_moe_multimodal,
+  params as qwen3_5_moe,
+)
+from tunix.models.qwen3_vl import model as qwen3_vl
 from tunix.models.smollm3 import params as smollm3
 from tunix.models.smolvlm import params as smolvlm
 from tunix.models.transformer.config import TransformerConfig
@@ -44,7 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
-    gemma4.FAMILY,
+    gemma4.FAMILY,  # before the next one: it is the default for both
+    gemma4_multimodal.FAMILY,
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
@@ -60,7 +65,10 @@ FAMILIES: Mapping[str, Family] = {
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_5.FAMILY,
+    qwen3_5_multimodal.FAMILY,
     qwen3_5_moe.FAMILY,
+    qwen3_5_moe_multimodal.FAMILY,
+    qwen3_vl.FAMILY,
     smollm3.FAMILY,
     smolvlm.FAMILY,
   )

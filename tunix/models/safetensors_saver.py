@@ -249,7 +249,7 @@ class _Leaf:
     """
     if self.host is None:
       self.host = self.place.split(self._fetch())
-    out = np.ascontiguousarray(self.host[number], self.dtype)
+    out = np.asarray(self.host[number], self.dtype, order="C")  # keeps scalars
     if number + 1 == len(self.host):
       self.host = None
     return out

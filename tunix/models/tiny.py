@@ -77,7 +77,8 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
     fields["rope"] = dataclasses.replace(config.rope, **numbers)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
-    fields["vision"] = dataclasses.replace(tower, **_TOWER)
+    deepstack = {"deepstack": (0,)} if getattr(tower, "deepstack", ()) else {}
+    fields["vision"] = dataclasses.replace(tower, **_TOWER, **deepstack)
   return dataclasses.replace(config, **_SIZES | fields)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.models import checkpoints
 from tests.models.images import toys
 from tunix.models.automodel import AutoModel
-from tunix.models.images.patches import Pixtral
+from tunix.models.images.patches import Gemma4, Pixtral, Qwen3VL
 from tunix.models.images.squares import Gemma3, SmolVLM
 from tunix.models.vision.soft_tokens import check_images
 
@@ -18,6 +18,11 @@ MODELS = {
   "gemma3": (Gemma3(size=56, tokens_per_square=4), "<image_soft_token>"),
   "smolvlm": (SmolVLM(tile=24, longest_edge=40, tokens_per_square=4), "<image>"),
   "ministral3": (Pixtral(patch_size=4, longest_edge=24), "[IMG]"),
+  "gemma4": (Gemma4(patch_size=4, max_soft_tokens=8), "<|image|>"),
+  "qwen3_vl": (
+    Qwen3VL(patch_size=4, min_pixels=256, max_pixels=1024),
+    "<|image_pad|>",
+  ),
 }
 
 
@@ -28,8 +33,9 @@ def tokenize(text, soft):
   return np.array([[{**ids, **soft}[part] for part in parts]], np.int32)
 
 
-def joined(pixels, name):
-  return (pixels.values, pixels.grid) if name == "ministral3" else pixels.values
+def joined(pixels):
+  patches = pixels.values.ndim == 2
+  return (pixels.values, pixels.grid) if patches else pixels.values
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +51,7 @@ def test_a_picture_reaches_the_logits(name):
   tokens = tokenize(text, {mark: soft})
   before, after = (np.flatnonzero(tokens[0] == soft)[i] for i in (0, -1))
   run = jax.jit(lambda tokens, images: model(tokens, images=images)[0])
-  logits, others = (np.asarray(run(tokens, joined(x, name))) for x in (first, second))
+  logits, others = (np.asarray(run(tokens, joined(x))) for x in (first, second))
 
   assert first.num_tokens == (tokens == soft).sum() > 3
   check_images(tokens, first.num_tokens, soft, per_image=1)
@@ -57,4 +63,4 @@ def test_a_picture_reaches_the_logits(name):
   tokens[0, 0] = soft
   with pytest.raises(ValueError, match="give one image for each place"):
     check_images(tokens, first.num_tokens, soft, per_image=1)
-  assert np.isnan(run(tokens, joined(first, name))).all()
+  assert np.isnan(run(tokens, joined(first))).all()

@@ -15,10 +15,10 @@ from tests.models.vision import seeing
 from tunix.models import families
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
-from tunix.models.vision import layers, pixtral
+from tunix.models.vision import layers, pixtral, qwen
 from tunix.utils import mesh as mesh_lib
 
-NAMES = ("smolvlm", "ministral3")
+NAMES = ("smolvlm", "ministral3", "gemma4", "qwen3_5", "qwen3_vl")
 
 
 def folder_of(name):
@@ -81,15 +81,20 @@ def test_text_alone(name, tmp_path):
 
 
 def test_which_folders_load_a_tower_unasked():
-  kinds = ("gemma3", "smolvlm", "idefics3", "mistral3", "llama")
-  unasked = [families.by_model_type(kind).name for kind in kinds]
-  assert unasked == ["gemma3_multimodal", "smolvlm", "smolvlm", "ministral3", "llama3"]
+  kinds = ("gemma3", "smolvlm", "idefics3", "qwen3_vl")
+  with_tower = ["gemma3_multimodal", "smolvlm", "smolvlm", "qwen3_vl"]
+  assert [families.by_model_type(kind).name for kind in kinds] == with_tower
   texts = [families.by_model_type(kind, images=False).name for kind in kinds]
-  assert texts == ["gemma3", "llama3", "llama3", "ministral3", "llama3"]
-  asked = families.by_model_type("mistral3", images=True)
-  assert asked.name == "ministral3_multimodal"
+  assert texts == ["gemma3", "llama3", "llama3", "qwen3"]
+  for kind in ("mistral3", "gemma4", "qwen3_5", "qwen3_5_moe"):
+    text, same, asked = (families.by_model_type(kind, x) for x in (None, False, True))
+    assert text is same and asked.name == f"{text.name}_multimodal"
+  with pytest.raises(ValueError, match="model_type 'qwen2_5_vl' is unknown"):
+    families.by_model_type("qwen2_5_vl", images=True)
   with pytest.raises(ValueError, match="images is True, and of model_type 'llama'"):
     families.by_model_type("llama", images=True)
+  with pytest.raises(ValueError, match="model_type 'gemma4_unified' is unknown"):
+    families.by_model_type("gemma4_unified", images=True)
   with pytest.raises(ValueError, match="images is False and family is 'smolvlm'"):
     AutoModel.from_pretrained(
       folder_of("smolvlm"), images=False, family=families.FAMILIES["smolvlm"]
@@ -103,23 +108,26 @@ def test_subclasses_of_a_configuration_keep_its_family(kind):
   assert families.of_config(object.__new__(subclass)) is family
 
 
-def test_images_of_rows_with_padding():
+@pytest.mark.parametrize("name", ("ministral3", "gemma4", "qwen3_vl"))
+def test_images_of_rows_with_padding(name):
   """Rows keep their images; missing images and padding change no logits."""
-  want = checkpoints.expected("ministral3_vision")
-  model = load("ministral3")
+  want = checkpoints.expected(f"{name}_vision")
+  model = load(name)
   given = seeing.arguments(want)
   values, grid = given["images"]
   counts = grid.prod(1)
   split = [values[: counts[:2].sum()], values[:0], values[counts[:2].sum() :]]
   longest = max(map(len, split)) + 4
   padded = [np.pad(x, ((0, longest - len(x)), (0, 0))) for x in split]
-  none = np.zeros((2, 2), np.int32)
+  none = np.zeros((2, grid.shape[1]), np.int32)
   grids = np.stack([grid[:2], none, np.stack([grid[2], none[0]])])
   run = jax.jit(lambda images: model(want["tokens"], **given | {"images": images})[0])
   logits = run((np.stack(padded), grids))
   assert checkpoints.relative(seeing.valid(logits, want), want["logits"]) < 1e-5
   # An image that the tokens have a place for is missing, or is not made of squares.
-  for row, wrong in ((0, none), (2, grids[2] + [[0, 1], [0, 0]])):
+  odd = grids[2].copy()
+  odd[0, -1] += 1
+  for row, wrong in ((0, none), (2, odd)):
     changed = grids.copy()
     changed[row] = wrong
     logits = run((np.stack(padded), changed))
@@ -148,6 +156,32 @@ def test_rows_over_devices(name, mesh_fsdp4_tp2):
     size = max(np.linalg.norm(gradient), 1e-3 * total)
     error = np.linalg.norm(np.asarray(got[path]) - gradient) / size
     assert error < seeing.TOLERANCE, (path, error)
+
+
+def test_positions_of_qwen_by_hand():
+  """Two images of 1 x 3 and 2 x 1 soft tokens; a packed row counts anew."""
+  config = load("qwen3_vl").config  # the pairs turn with time, height, width, time
+  soft = config.soft_token
+  tokens = jnp.array([[5, soft, soft, soft, 6, 7, soft, soft, 8]])
+  grid = jnp.array([[[1, 2, 6], [1, 4, 2], [0, 0, 0]]])
+  found = jnp.arange(9)[:, None] + qwen.rope_offsets(tokens, grid, config)[0]
+  assert found.T.tolist() == [
+    [0, 1, 1, 1, 4, 5, 6, 6, 8],
+    [0, 1, 1, 1, 4, 5, 6, 7, 8],
+    [0, 1, 2, 3, 4, 5, 6, 6, 8],
+    [0, 1, 1, 1, 4, 5, 6, 6, 8],
+  ]
+  wide = jnp.array([[[1, 4, 4]]])
+  tokens = jnp.array([[5, soft, soft, soft, soft, 6, 9, 9]])
+  segments = jnp.array([[1] * 6 + [2] * 2])
+  found = qwen.rope_offsets(tokens, wide, config, segments)[0, :, 0]
+  assert found.tolist() == [0, 0, -1, -2, -3, -2, 0, 0]
+  segments = jnp.array([[1] * 6 + [0, 1]])  # a padded completion, and another one
+  found = qwen.rope_offsets(tokens, wide, config, segments)[0, :, 0]
+  assert found.tolist() == [0, 0, -1, -2, -3, -2, -2, -2]
+  at = qwen.places(wide, 16, 2)
+  assert at.row[0].tolist() == [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2
+  assert at.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3] * 2
 
 
 def test_places_and_squares_by_hand():
@@ -194,6 +228,20 @@ def test_spellings_of_ministral3(key, want):
     ("ministral3", "vision_config", "head_dim", 8, "vision_config.head_dim is 8"),
     ("ministral3", "vision_config", "model_type", "clip", "supported is only 'pixtral"),
     ("ministral3", "vision_config", "num_channels", 1, "num_channels is 1"),
+    ("gemma4", None, "vision_config", None, "vision_config is None"),
+    ("gemma4", "vision_config", "num_key_value_heads", 1, "num_key_value_heads is 1"),
+    ("gemma4", "vision_config", "hidden_size", 16, "head_dim is 4, supported is only"),
+    ("gemma4", "text_config", "use_bidirectional_attention", "all", "is 'all'"),
+    ("qwen3_5", "vision_config", "temporal_patch_size", 1, "patch_size is 1, supp"),
+    ("qwen3_5", "vision_config", "out_hidden_size", 8, "is 8; expected 16, the text"),
+    ("qwen3_5", "vision_config", "num_position_embeddings", 8, "8; expected a square"),
+    ("qwen3_5", "vision_config", "deepstack_visual_indexes", [0], r"supported .* \[\]"),
+    ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [2, 0], "increasing ord"),
+    ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [3], "from 0 to 2"),
+    ("qwen3_vl", "vision_config", "num_heads", 8, "expected a multiple of 4"),
+    ("qwen3_vl", "vision_config", "model_type", "qwen2_5_vl", "only 'qwen3_vl_vision"),
+    ("qwen3_vl", "text_config", "model_type", "qwen2", "only 'qwen3_vl_text'"),
+    ("qwen3_vl", "text_config", "num_hidden_layers", 1, "deepstack has 2 layers"),
   ],
 )
 def test_refused_settings(name, section, field, value, message):
@@ -234,8 +282,9 @@ def test_levels_are_no_pixels():
 def test_no_images(name):
   model = load(name)
   none = {"smolvlm": np.zeros((0, 24, 24, 3), np.float32)}
-  none["ministral3"] = np.zeros((0, 48), np.float32), np.zeros((0, 2), np.int32)
-  assert model.image_features(none[name]).size == 0
+  numbers = 3 if name.startswith("qwen") else 2
+  patches = np.zeros((0, 48), np.float32), np.zeros((0, numbers), np.int32)
+  assert model.image_features(none.get(name, patches)).size == 0
 
 
 def test_blocks_of_queries():

@@ -44,10 +44,11 @@ def prefill(
   logits, cache = _last_logits(
     model, tokens, positions, cache, causal & visible[:, None], **options
   )
+  after = positions[:, -1] + 1
   return logits, Memory(
     cache=cache,
     visible=visible,
-    positions=positions[:, -1] + 1,
+    positions=after if images is None else after + model.position_shift(tokens, images),
     slot=jnp.asarray(width, jnp.int32),
   )
 

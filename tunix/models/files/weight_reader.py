@@ -97,11 +97,11 @@ class WeightReader:
     out = _array([s.stop - s.start for s in index], np.dtype(dtype))
     lead = len(place.lead)
     keys = np.array(place.keys).reshape(place.lead)[index[:lead]].reshape(-1).tolist()
-    inner = index[lead:]
+    inner, each = index[lead:], out.reshape(len(keys), *out.shape[lead:])
     jobs = [
       self._pool.submit(job.run)
-      for key, target in zip(keys, out.reshape(len(keys), *out.shape[lead:]))
-      for job in _jobs(self._tensors[key], target, inner, place.transpose)
+      for i, key in enumerate(keys)  # each[i] of a scalar tensor would be a copy
+      for job in _jobs(self._tensors[key], each[i, ...], inner, place.transpose)
     ]
     for job in jobs:  # NumPy's copies release the interpreter's lock
       job.result()

@@ -51,6 +51,7 @@ class ModelConfig(TransformerConfig):
   activation: Activation = "gelu_tanh"
   rope: RopeConfig = _GLOBAL
   local_rope: RopeConfig | None = _LOCAL
+  grouped_layers: Literal["all", "sliding"] = "sliding"
   query_scale: float | None = 1.0
   final_softcap: float | None = 30.0
   tie_embeddings: bool = True

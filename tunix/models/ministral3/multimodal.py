@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from tunix.models.transformer.config import Activation
 from tunix.models.transformer.dense.layers import ACTIVATIONS
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.vision.config import VisionLanguageConfig, in_model
-from tunix.models.vision.model import VisionLanguageModel
+from tunix.models.vision.model import PatchesModel
 from tunix.models.vision.pixtral import PixtralConfig, PixtralTower, squares
 from tunix.utils import checks
 
@@ -88,8 +87,8 @@ class Projector(nnx.Module):
       return jnp.where(valid[..., None], x, jnp.nan)
 
 
-class MultimodalMinistral3(Ministral3, VisionLanguageModel):
-  """A Ministral 3 model with images; see `VisionLanguageModel`."""
+class MultimodalMinistral3(Ministral3, PatchesModel):
+  """A Ministral 3 model with images; see `PatchesModel`."""
 
   config: MultimodalConfig
 
@@ -97,25 +96,3 @@ class MultimodalMinistral3(Ministral3, VisionLanguageModel):
     super().__init__(config, rngs=rngs)
     self.vision_tower = PixtralTower(in_model(config.vision, config), rngs=rngs)
     self.multi_modal_projector = Projector(config, rngs=rngs)
-
-  def image_features(self, images: Any) -> jax.Array:
-    """Returns the vectors of the soft tokens.
-
-    Args:
-      images: a pair (values, grid), see `PixtralTower`. The pixels are [P, d] for the
-        images of a batch, or [B, P, d] for those of each row; the grids [N, 2] or
-        [B, N, 2]. The edges of a grid are multiples of `merge`. If they are not, or if
-        the grids need more than P patches, all vectors (of the row) are NaN.
-
-    Returns:
-      The vectors [1, K, D] of the batch or [B, 1, K, D] of the rows, K = P / merge^2;
-      those of padding are NaN.
-    """
-    values, grid = (jnp.asarray(part) for part in images)
-    by_row = values.ndim == 3
-    if not by_row:
-      values, grid = values[None], grid[None]
-    with jax.named_scope("vision"):
-      patches = self.vision_tower(values, grid)
-      features = self.multi_modal_projector(patches, grid)
-    return features[:, None] if by_row else features

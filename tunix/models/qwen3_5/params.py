@@ -105,8 +105,10 @@ def text_config(hf: hf_config.HfConfig) -> dict[str, Any]:
       f"text_config is {text!r}; expected the settings of a model of model_type "
       f"'{kind}_text'. Correct config.json"
     )
-  outer = ("quantization_config", "tie_word_embeddings", "architectures")
-  return {field: hf[field] for field in outer if field in hf} | dict(text)
+  outer = ("quantization_config", "architectures")
+  # transformers writes its default of `tie_word_embeddings` into the section, too.
+  whole = {k: hf[k] for k in ("tie_word_embeddings",) if hf.get(k) is not None}
+  return {field: hf[field] for field in outer if field in hf} | dict(text) | whole
 
 
 def _read_rope(hf: Mapping[str, Any]) -> tuple[RopeConfig, dict[str, Any]]:

@@ -100,6 +100,8 @@ class TransformerConfig:
     sliding_window: number of keys that a query of a "sliding" layer attends to, its own
       included.
     local_rope: rotary embedding of the sliding layers; None for `rope`.
+    grouped_layers: the layers in which the tokens of a group (of an image) attend to
+      each other in both directions: "all", or "sliding" ones (Gemma 4).
     query_scale: factor of the attention scores; None for head_dim ** -0.5.
     attention_softcap: a number c; scores s become c tanh(s / c) (Gemma 2). None for no
       cap.
@@ -173,6 +175,7 @@ class TransformerConfig:
   type_fields: TypeFields = ()
   sliding_window: int | None = None
   local_rope: RopeConfig | None = None
+  grouped_layers: Literal["all", "sliding"] = "all"
   query_scale: float | None = None
   attention_softcap: float | None = None
   final_softcap: float | None = None

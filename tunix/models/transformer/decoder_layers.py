@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -40,7 +41,7 @@ class DecoderLayers(nnx.Module):
   config: TransformerConfig
   layers: DecoderLayer | nnx.Dict | Sequence[DecoderLayer]
 
-  def run(self, x, angles, visible, routes, vectors) -> jax.Array:
+  def run(self, x, angles, visible, routes, vectors, deepstack=None) -> jax.Array:
     """Runs all layers without a cache, and finishes the routes.
 
     Args:
@@ -48,6 +49,7 @@ class DecoderLayers(nnx.Module):
       angles, visible: see `DecoderLayer`.
       routes: the routes of the call, or None.
       vectors: [L, B, T, P], see layer_inputs.py, or None.
+      deepstack: see `Transformer.__call__`.
     """
     kinds = self.config.layer_kinds
     sources = kv_sharing.empty_sources(self.config, x)
@@ -59,8 +61,8 @@ class DecoderLayers(nnx.Module):
     if offloads:
       _check_offload()
 
-    def one(layer, kind, vector, stream):
-      x, carried, sources = stream
+    def one(layer, kind, own_inputs, stream):
+      (vector, number), (x, carried, sources) = own_inputs, stream
       own = None if routes is None else routes.layer(carried)
       name = self.config.kind_name(kind)
       source = kv_sharing.source_of(sources, name)
@@ -68,12 +70,12 @@ class DecoderLayers(nnx.Module):
         x, angles, visible, None, kind, own, vector=vector, source=source
       )
       sources = kv_sharing.after(sources, name, written)
-      return x, own and own.carried(), sources
+      return _deepened(x, deepstack, number), own and own.carried(), sources
 
     def call(graph, kind, state, stream):
       stream = checkpoint_name(stream, LAYER_INPUT) if offloads else stream
-      state, vector = state
-      return one(nnx.merge(graph, state), kind, vector, stream)
+      state, own_inputs = state
+      return one(nnx.merge(graph, state), kind, own_inputs, stream)
 
     # A scanned layer's kind is traced if one stack has several kinds; the graph, and
     # other layers' kinds, are static.
@@ -84,19 +86,21 @@ class DecoderLayers(nnx.Module):
       static = (0,) if traced else (0, 1)
       call = jax.checkpoint(call, policy=policy, static_argnums=static)
     stream = x, routes and routes.start, sources
+    numbers = None if deepstack is None else np.arange(self.config.num_layers)
+    inputs = vectors, numbers
     if is_scanned:
       with jax.named_scope("layers"):
-        stream = self._scan(call, stream, vectors)
+        stream = self._scan(call, stream, inputs)
     else:
       calls_module = qwix_adds or self.config.remat == "none"
       for i, layer in enumerate(self._layer_list()):
-        vector = None if vectors is None else vectors[i]
+        own_inputs = jax.tree.map(lambda each, i=i: each[i], inputs)
         with jax.named_scope(f"layer_{i}"):
           if calls_module:  # qwix adds its parameters to this module, not to a copy
-            stream = one(layer, kinds[i], vector, stream)
+            stream = one(layer, kinds[i], own_inputs, stream)
           else:
             graph, state = nnx.split(layer)
-            stream = call(graph, kinds[i], (state, vector), stream)
+            stream = call(graph, kinds[i], (state, own_inputs), stream)
     x, carried, _ = stream
     if routes is not None:
       routes.finish(carried)
@@ -117,13 +121,13 @@ class DecoderLayers(nnx.Module):
       x = qwix_seam.run_apart(stack, len(numbers), first, x)
     return x
 
-  def _scan(self, call, stream, vectors):
+  def _scan(self, call, stream, inputs):
     """Runs stacked layers in `lax.scan`.
 
     Args:
-      call: runs one layer, (graph, kind, (state, vector), stream) -> stream.
+      call: runs one layer, (graph, kind, (state, own inputs), stream) -> stream.
       stream: the input of the first layer.
-      vectors: [L, B, T, P] or None.
+      inputs: arrays [L, ...] of the layers' own inputs.
     """
     names, kinds = self.config.structures, self.config.layer_kinds
     split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
@@ -133,7 +137,7 @@ class DecoderLayers(nnx.Module):
       stream, _ = jax.lax.scan(
         lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
         stream,
-        (kinds, (state, vectors)),
+        (kinds, (state, jax.tree.map(jnp.asarray, inputs))),
       )
       return stream
 
@@ -143,7 +147,8 @@ class DecoderLayers(nnx.Module):
     stacks = self.config.stacks
 
     def of(name):
-      return None if vectors is None else vectors[jnp.asarray(stacks[name])]
+      at = jnp.asarray(stacks[name])
+      return jax.tree.map(lambda each: jnp.asarray(each)[at], inputs)
 
     states = {name: (state, of(name)) for name, (_, state) in split.items()}
     return structures.scan(one, stream, states, names, kinds)
@@ -167,7 +172,7 @@ class DecoderLayers(nnx.Module):
     stacks = self._stacks()
     return [stacks[name] for name in self.config.structures]
 
-  def run_cached(self, x, angles, visible, cache, routes, vectors):
+  def run_cached(self, x, angles, visible, cache, routes, vectors, deepstack=None):
     """Runs all layers unrolled; each one writes its buffers of the cache."""
     carried = None if routes is None else routes.start
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
@@ -186,6 +191,7 @@ class DecoderLayers(nnx.Module):
           vector=None if vectors is None else vectors[i],
           source=kv_sharing.source_of(sources, name),
         )
+        x = _deepened(x, deepstack, i)
         if not name[1]:
           sources[name[0]] = one
         carried = None if own is None else own.carried()
@@ -203,6 +209,16 @@ class DecoderLayers(nnx.Module):
     states = {name: state for name, (_, state) in split.items()}
     each = zip(names, structures.in_order(states, names))
     return [nnx.merge(split[name][0], state) for name, state in each]
+
+
+def _deepened(x: jax.Array, deepstack: jax.Array | None, number: Any) -> jax.Array:
+  """Adds the vectors of layer `number`, an integer or a traced one, if it has some."""
+  if deepstack is None:
+    return x
+  if not isinstance(number, jax.Array):
+    return x + deepstack[number].astype(x.dtype) if number < len(deepstack) else x
+  own = deepstack[jnp.minimum(number, len(deepstack) - 1)].astype(x.dtype)
+  return x + jnp.where(number < len(deepstack), own, 0)
 
 
 def _check_offload() -> None:

@@ -87,6 +87,8 @@ class Transformer(DecoderLayers):
     groups: Int[Array, "B T"] | None = None,
     shared_prompt: SharedPrompt | None = None,
     expert_choice: Int[Array, "L B T k"] | None = None,
+    rope_offsets: Int[Array, "B T R/2"] | None = None,
+    deepstack: Float[Array, "n B T D"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -109,6 +111,10 @@ class Transformer(DecoderLayers):
         and 1 on tokens. Not with a cache or a mask; groups are of the prompt alone.
       expert_choice: numbers of the experts that each layer's tokens use, as an earlier
         call recorded them (see `routing`); None lets the routers choose.
+      rope_offsets: numbers that are added to the rotary positions of each rotated pair
+        of dimensions (places of image tokens in their images).
+      deepstack: vectors that are added to the residual stream after each of the first n
+        layers (features of images; Meng et al. 2024, arXiv:2406.04334).
       return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
         loss never holds [B, T, V].
 
@@ -131,16 +137,23 @@ class Transformer(DecoderLayers):
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
     rotated = None if c.mla is None else c.mla.rope_dim
     ropes = [(rotated or kind.head_dim, kind.rope) for kind in c.kinds]
+    if rope_offsets is not None:
+      positions = positions[..., None] + rope_offsets
     angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
-      index, attention_mask, segment_ids, groups, shared=shared_prompt
+      index,
+      attention_mask,
+      segment_ids,
+      groups,
+      windowed_groups=c.grouped_layers == "sliding",
+      shared=shared_prompt,
     )
     routes = routing.of_call(self, (x.shape[0], x.shape[1]), visible, expert_choice)
     vectors = self.layer_inputs and self.layer_inputs(input_tokens, x)
     if cache is not None:
-      x, cache = self.run_cached(x, angles, visible, cache, routes, vectors)
+      x, cache = self.run_cached(x, angles, visible, cache, routes, vectors, deepstack)
     else:
-      x = self.run(x, angles, visible, routes, vectors)
+      x = self.run(x, angles, visible, routes, vectors, deepstack)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)

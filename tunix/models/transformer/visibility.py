@@ -53,6 +53,7 @@ class Visibility:
       differ from the queries'; else None.
     aligned: True if the keys are the same tokens as the queries and `query_index`
       counts from 0: there is no cache.
+    windowed_groups: True if the groups are for layers with a window only.
     slots: number of slots S of the row's cache; the cache of a sliding layer may have
       fewer. None if the caches of all layers have the same number.
     shared: layout of rows that hold a prompt and several completions of it, or None.
@@ -67,6 +68,7 @@ class Visibility:
   key_segments: jax.Array | None = None
   key_groups: jax.Array | None = None
   aligned: bool = dataclasses.field(default=False, metadata={"static": True})
+  windowed_groups: bool = dataclasses.field(default=False, metadata={"static": True})
   slots: int | None = dataclasses.field(default=None, metadata={"static": True})
   shared: SharedPrompt | None = dataclasses.field(
     default=None, metadata={"static": True}

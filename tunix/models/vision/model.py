@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,12 +29,15 @@ class VisionLanguageModel(Transformer):
     multi_modal_projector: makes the vectors of the soft tokens from them.
     attends_within_images: True if the tokens of an image attend to each other in both
       directions; else attention is causal.
+    embeds_alone: True if images change only the embeddings of their tokens; False if
+      they also change rotary positions, or the input of later layers.
   """
 
   config: VisionLanguageConfig
   vision_tower: nnx.Module
   multi_modal_projector: nnx.Module
   attends_within_images = False
+  embeds_alone = True
 
   @explicit.auto_inside(explicit.call_specs)
   def __call__(
@@ -68,13 +72,7 @@ class VisionLanguageModel(Transformer):
           "images cannot be combined with input_embeddings or groups, which are made "
           "from them"
         )
-      soft = self.config.soft_token
-      # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
-      x = self.embed(jnp.where(input_tokens == soft, 0, input_tokens))
-      features = self.image_features(images)
-      options["input_embeddings"] = scatter_images(x, input_tokens, features, soft)
-      if self.attends_within_images:
-        options["groups"] = image_groups(input_tokens, soft)
+      options |= self.image_options(input_tokens, images, segment_ids)
     return super().__call__(
       input_tokens,
       positions,
@@ -83,6 +81,37 @@ class VisionLanguageModel(Transformer):
       segment_ids=segment_ids,
       **options,
     )
+
+  def image_options(
+    self,
+    tokens: Int[Array, "B T"],
+    images: Any,
+    segment_ids: Int[Array, "B T"] | None,
+  ) -> dict[str, Any]:
+    """Returns the arguments of `Transformer.__call__` that are made from images."""
+    soft = self.config.soft_token
+    # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
+    x = self.embed(jnp.where(tokens == soft, 0, tokens))
+    features, *deeper = self.features_of_layers(images)
+    options: dict[str, Any] = {
+      "input_embeddings": scatter_images(x, tokens, features, soft)
+    }
+    if self.attends_within_images:
+      options["groups"] = image_groups(tokens, soft)
+    if deeper:
+      nothing = jnp.zeros_like(x)
+      added = [scatter_images(nothing, tokens, each, soft) for each in deeper]
+      options["deepstack"] = jnp.stack(added)
+    return options
+
+  def features_of_layers(self, images: Any) -> Sequence[jax.Array]:
+    """Returns `image_features`, and the vectors that early layers add to them."""
+    return (self.image_features(images),)
+
+  def position_shift(self, tokens: Int[Array, "B T"], images: Any) -> jax.Array:
+    """Returns what positions after rows with images change by, int32 [B]."""
+    del images
+    return jnp.zeros(len(tokens), jnp.int32)
 
   def train_tower(self) -> None:
     """Makes the tower's parameters trainable, in place; new models freeze them.
@@ -103,3 +132,34 @@ class VisionLanguageModel(Transformer):
       lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
       features = self.multi_modal_projector(self.vision_tower(flat))
       return features.reshape(*lead, *features.shape[1:])
+
+
+class PatchesModel(VisionLanguageModel):
+  """A `VisionLanguageModel` of images of any size, which are given as patches.
+
+  Its tower is called with the patches and their grids, and its projector with the
+  outputs of the tower and the grids.
+  """
+
+  def image_features(self, images: Any) -> jax.Array:
+    """Returns the vectors of the soft tokens.
+
+    Args:
+      images: a pair (values, grid), see `PixtralTower`. The pixels are [P, d] for the
+        images of a batch, or [B, P, d] for those of each row; the grids [N, 2] or
+        [B, N, 2]. The edges of a grid are multiples of the m patches along the edge of
+        a soft token. If they are not, or if the grids need more than P patches, all
+        vectors (of the row) are NaN.
+
+    Returns:
+      The vectors [1, K, D] of the batch or [B, 1, K, D] of the rows, K = P / m^2; those
+      of padding are NaN.
+    """
+    values, grid = (jnp.asarray(part) for part in images)
+    by_row = values.ndim == 3
+    if not by_row:
+      values, grid = values[None], grid[None]
+    with jax.named_scope("vision"):
+      patches = self.vision_tower(values, grid)
+      features = self.multi_modal_projector(patches, grid)
+    return features[:, None] if by_row else features

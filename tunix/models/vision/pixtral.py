@@ -51,12 +51,47 @@ class PixtralConfig(TowerConfig):
   def __post_init__(self):
     super().__post_init__()
     checks.fields(self, rope_theta=checks.POSITIVE, image_size=checks.COUNT)
-    if self.embed_dim // self.num_heads % 4:
-      raise ValueError(
-        f"embed_dim {self.embed_dim} / num_heads {self.num_heads} is "
-        f"{self.embed_dim // self.num_heads}, expected a multiple of 4: half of a head "
-        "is rotated by the row, and half by the column"
-      )
+    check_heads(self)
+
+
+def check_heads(config: TowerConfig) -> None:
+  """Refuses heads that cannot be rotated in two dimensions."""
+  size = config.embed_dim // config.num_heads
+  if size % 4:
+    raise ValueError(
+      f"embed_dim {config.embed_dim} / num_heads {config.num_heads} is {size}, "
+      "expected a multiple of 4: half of a head is rotated by the row, and half by the "
+      "column"
+    )
+
+
+def check_patches(
+  values: jax.Array, grid: jax.Array, edge: int, numbers: int = 2
+) -> None:
+  """Refuses patches that a tower cannot read.
+
+  Args:
+    values, grid: see `PixtralTower.__call__`.
+    edge: edge of a patch in pixels.
+    numbers: count of the numbers of a grid, of which rows and columns are the last.
+
+  Raises:
+    TypeError, ValueError: see `PixtralTower.__call__`.
+  """
+  check_dtype(values)
+  if values.ndim != 3 or values.shape[-1] != edge**2 * CHANNELS:
+    raise ValueError(
+      f"values have shape {values.shape}, expected [..., patches, "
+      f"{edge**2 * CHANNELS}]: cut the images into patches of {edge} x {edge} pixels"
+    )
+  if grid.ndim != 3 or (len(grid), grid.shape[-1]) != (len(values), numbers):
+    raise ValueError(
+      f"grid has shape {grid.shape}, expected [{len(values)}, images, {numbers}]: give "
+      f"{'1, ' * (numbers - 2)}rows and columns of each image, and both values and "
+      "grid by row, or neither"
+    )
+  if not jnp.issubdtype(grid.dtype, jnp.integer):
+    raise TypeError(f"grid is {grid.dtype}, expected integers: count the patches")
 
 
 class Places(NamedTuple):
@@ -119,14 +154,14 @@ def squares(
   return jnp.clip(index, 0, count - 1), valid
 
 
-def angles(at: Places, head_dim: int, theta: float) -> rope.Angles:
+def angles(at: Places, head_dim: int, theta: float, odd: int = 1) -> rope.Angles:
   """Returns the rotary angles of patches.
 
   The frequencies theta^(-2i/H) with even i belong to the row, those with odd i to the
-  column. The rows' angles come first.
+  column. The rows' angles come first. If `odd` is 0, the column has the even ones, too.
   """
   waves = rope.frequencies(head_dim, RopeConfig(theta=theta))
-  parts = at.row[..., None] * waves[0::2], at.column[..., None] * waves[1::2]
+  parts = at.row[..., None] * waves[0::2], at.column[..., None] * waves[odd::2]
   angle = jnp.concatenate(parts, axis=-1)[:, :, None]
   return rope.Angles(jnp.sin(angle), jnp.cos(angle))
 
@@ -182,19 +217,7 @@ class PixtralTower(nnx.Module):
     """
     c = self.config
     edge = c.patch_size
-    check_dtype(values)
-    if values.ndim != 3 or values.shape[-1] != edge**2 * CHANNELS:
-      raise ValueError(
-        f"values have shape {values.shape}, expected [..., patches, "
-        f"{edge**2 * CHANNELS}]: cut the images into patches of {edge} x {edge} pixels"
-      )
-    if grid.ndim != 3 or (len(grid), grid.shape[-1]) != (len(values), 2):
-      raise ValueError(
-        f"grid has shape {grid.shape}, expected [{len(values)}, images, 2]: give rows "
-        "and columns of each image, and both values and grid by row, or neither"
-      )
-    if not jnp.issubdtype(grid.dtype, jnp.integer):
-      raise TypeError(f"grid is {grid.dtype}, expected integers: count the patches")
+    check_patches(values, grid, edge)
     with jax.named_scope("patches"):
       x = jnp.asarray(values, c.dtype).reshape(*values.shape[:2], edge, edge, CHANNELS)
       x = self.ln_pre(self.patch_embedding.embed(x))

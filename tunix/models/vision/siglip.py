@@ -53,10 +53,11 @@ class SiglipConfig(TowerConfig):
     return self.image_size // self.patch_size
 
 
-def _layer_norm(c: TowerConfig, make: LayerMaker) -> LayerNorm:
-  spec = make.spec("norm")
+def layer_norm(c: TowerConfig, make: LayerMaker, dim: int | None = None) -> LayerNorm:
+  """Makes a norm of vectors of `dim` numbers; None for the width of the tower."""
+  spec, dim = make.spec("norm"), dim or c.embed_dim
   return LayerNorm(
-    c.embed_dim, c.norm_eps, stack=make.stack, spec=spec, param_dtype=c.param_dtype
+    dim, c.norm_eps, stack=make.stack, spec=spec, param_dtype=c.param_dtype
   )
 
 
@@ -70,15 +71,15 @@ class VisionMLP(nnx.Module):
     return self.fc2(gelu_tanh(self.fc1(x)))
 
 
-def _layers(c: TowerConfig, rngs: nnx.Rngs) -> VisionLayer:
-  """Makes the stack of layers."""
+def make_layers(c: TowerConfig, rngs: nnx.Rngs, *, fused: bool = False) -> VisionLayer:
+  """Makes the stack of layers; `fused` joins the maps of queries, keys and values."""
   d, f = c.embed_dim, c.hidden_dim
   make = LayerMaker(c.sharding, c.param_dtype, rngs, (c.num_layers,))
-  attn = VisionAttention(make, d, num_heads=c.num_heads, bias=True)
+  attn = VisionAttention(make, d, num_heads=c.num_heads, bias=True, fused=fused)
   mlp = VisionMLP(
     make.linear(d, f, "in_out", bias=True), make.linear(f, d, "out_in", bias=True)
   )
-  norms = _layer_norm(c, make), _layer_norm(c, make)
+  norms = layer_norm(c, make), layer_norm(c, make)
   return VisionLayer(norms[0], attn, norms[1], mlp, c.sharding)
 
 
@@ -96,8 +97,8 @@ class SiglipTower(nnx.Module):
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
     self.patch_embedding = PatchEmbedding(c, rngs)
     self.position_embedding = make.embedding(c.grid**2, c.embed_dim)
-    self.layers = _layers(c, rngs)
-    self.post_layernorm = _layer_norm(c, make)
+    self.layers = make_layers(c, rngs)
+    self.post_layernorm = layer_norm(c, make)
     retype(self, FrozenParam)
 
   def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:

@@ -36,6 +36,7 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
   out = without_unknown(field_values(rollouts))
+  assert out.pop("images") is None  # schedules that save rollouts refuse them
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),

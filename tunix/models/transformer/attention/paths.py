@@ -141,6 +141,8 @@ def attend(
   """
   if not isinstance(visible, Visibility):
     visible = _from_array(visible, window)
+  if visible.windowed_groups and window is None:
+    visible = dataclasses.replace(visible, groups=None, key_groups=None)
   _check(query, key, visible, softcap, window)
   rules = ShardingRules() if rules is None else rules
   split = split_tokens.split_of(query, visible, window, rules)

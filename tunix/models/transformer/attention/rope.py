@@ -142,8 +142,13 @@ class Angles(NamedTuple):
     return Angles(self.sin * self.query, self.cos * self.query, self.query)
 
 
-def angles(positions: Int[Array, "B T"], head_dim: int, config: RopeConfig) -> Angles:
+Positions = Int[Array, "B T"] | Int[Array, "B T R/2"]
+
+
+def angles(positions: Positions, head_dim: int, config: RopeConfig) -> Angles:
   """Returns the sines and cosines of every position, float32, times `length_factor`.
+
+  Positions [B, T, R/2] are those of each rotated pair, see `Transformer.__call__`.
 
   With "longrope" each sequence of a row has the frequencies of its own length in this
   call. transformers takes the length of the longest row, so a row alone agrees with it.
@@ -154,7 +159,8 @@ def angles(positions: Int[Array, "B T"], head_dim: int, config: RopeConfig) -> A
     exceeds = _lengths(positions) > config.original_max_position
     long_waves = frequencies(config.rotated(head_dim), longer)
     waves = jnp.where(exceeds[..., None], long_waves, waves)
-  angle = positions[..., None].astype(jnp.float32) * waves
+  positions = positions[..., None] if positions.ndim == 2 else positions
+  angle = positions.astype(jnp.float32) * waves
   factor = length_factor(config)
   return Angles(
     factor * jnp.sin(angle)[:, :, None], factor * jnp.cos(angle)[:, :, None]
@@ -175,7 +181,7 @@ def _lengths(positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def angles_by_kind(
-  positions: Int[Array, "B T"], ropes: Sequence[tuple[int, RopeConfig | None]]
+  positions: Positions, ropes: Sequence[tuple[int, RopeConfig | None]]
 ) -> Angles | tuple[Angles, ...]:
   """Returns the angles of all kinds of layer.
 
@@ -184,7 +190,7 @@ def angles_by_kind(
   own arrays. See `of_kind`.
 
   Args:
-    positions: rotary positions.
+    positions: rotary positions, see `angles`.
     ropes: the size H of a head, and the rotary embedding of each kind. None stands for
       angles of 0, which leave queries and keys as they are.
   """
@@ -194,8 +200,8 @@ def angles_by_kind(
     return tuple(of_kind(one, 0) for one in each)
   half = max(rotated, default=ropes[0][0]) // 2
   still = (
-    jnp.zeros((*positions.shape, 1, half), jnp.float32),
-    jnp.ones((*positions.shape, 1, half), jnp.float32),
+    jnp.zeros((*positions.shape[:2], 1, half), jnp.float32),
+    jnp.ones((*positions.shape[:2], 1, half), jnp.float32),
   )
   pairs = [still if r is None else angles(positions, n, r)[:2] for n, r in ropes]
   sin, cos = (jnp.stack(parts) for parts in zip(*pairs))
