@@ -40,7 +40,7 @@ def batches(folder, name, config, kind=records.PAIRS, image_tokens=24, size=4):
   return list(build_batches(source, batch_size=size, shuffle=False))
 
 
-@pytest.fixture(scope="module", params=toys_images.NAMES)
+@pytest.fixture(scope="module", params=(*toys_images.NAMES, "qwen3_vl"))
 def family(request, tmp_path_factory):
   """(name, folder, model, batches of pairs) of a family."""
   folder, name = tmp_path_factory.mktemp(request.param), request.param

@@ -170,15 +170,14 @@ def rope_offsets(
 
   Args:
     tokens: token ids.
-    grid: 1, rows and columns in patches of the images of the batch, or of each row; k
-      adjacent rows of tokens may share a row of grids.
+    grid: 1, rows and columns in patches of the images of the batch, or of each row.
     config: the model's configuration.
     segment_ids: segments of packed rows, see `Transformer.__call__`.
   """
-  by_row = grid.ndim == 3
-  rows = tokens if by_row else tokens.reshape(1, -1)
-  # Adjacent rows may share their images, see `scatter_images`.
-  grid = jnp.repeat(grid, len(rows) // len(grid), axis=0) if by_row else grid[None]
+  rows = tokens if grid.ndim == 3 else tokens.reshape(1, -1)
+  grid = grid if grid.ndim == 3 else grid[None]
+  # Adjacent rows may share images, see `scatter_images`, which refuses other numbers.
+  grid = jnp.repeat(grid, len(rows) // len(grid), axis=0)
   coarse = jnp.pad(grid[..., 1:] // config.vision.merge, ((0, 0), (0, 1), (0, 0)))
   is_image = rows == config.soft_token
   order = jnp.maximum(jnp.cumsum(is_image, axis=1) - 1, 0)
