@@ -171,6 +171,8 @@ def test_positions_of_qwen_by_hand():
     [0, 1, 2, 3, 4, 5, 6, 6, 8],
     [0, 1, 1, 1, 4, 5, 6, 6, 8],
   ]
+  shared = qwen.rope_offsets(jnp.repeat(tokens, 2, axis=0), grid, config)
+  assert (jnp.arange(9)[:, None] + shared == found).all() and len(shared) == 2
   wide = jnp.array([[[1, 4, 4]]])
   tokens = jnp.array([[5, soft, soft, soft, soft, 6, 9, 9]])
   segments = jnp.array([[1] * 6 + [2] * 2])
