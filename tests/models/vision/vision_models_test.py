@@ -45,6 +45,12 @@ def test_logits_loss_and_every_gradient(name, want):
   seeing.assert_equal(load(name), want)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl"])
+def test_scanned_layers_with_features_and_positions(kind):
+  model = load(kind, scan_layers=True, remat="block")
+  seeing.assert_equal(model, checkpoints.expected(f"{kind}_vision"))
+
+
 def test_features(name, want):
   model = load(name, scan_layers=True)
   images = seeing.images(want)
