@@ -170,12 +170,14 @@ def rope_offsets(
 
   Args:
     tokens: token ids.
-    grid: 1, rows and columns in patches of the images of the batch, or of each row.
+    grid: 1, rows and columns in patches of the images of the batch, or of each row;
+      adjacent rows may share images, see `scatter_images`.
     config: the model's configuration.
     segment_ids: segments of packed rows, see `Transformer.__call__`.
   """
   rows = tokens if grid.ndim == 3 else tokens.reshape(1, -1)
   grid = grid if grid.ndim == 3 else grid[None]
+  grid = jnp.repeat(grid, len(rows) // len(grid), axis=0)
   coarse = jnp.pad(grid[..., 1:] // config.vision.merge, ((0, 0), (0, 1), (0, 0)))
   is_image = rows == config.soft_token
   order = jnp.maximum(jnp.cumsum(is_image, axis=1) - 1, 0)
