@@ -2,7 +2,7 @@
 
     [picture]how many?     3
 
-A picture has 1 to 6 circles, squares and crosses. A SmolVLM of 0.4 million weights,
+A picture has 1 to 6 circles, squares and crosses. A SmolVLM of 0.5 million weights,
 tower included, is trained from nothing on CPU: first by fine-tuning until it answers
 about half of the questions, then by GRPO, whose reward is 1 for the right number, else
 0. The accuracy is that of greedy answers to 200 held-out pictures.

@@ -8,6 +8,7 @@ import pytest
 
 from tests import optimizers, toys_images
 from tests.cli import runs
+from tests.models.vision.seeing import BUFFERS
 from tests.sft import trainers
 from tunix.cli import config as config_lib
 from tunix.cli.make import loading
@@ -56,13 +57,16 @@ def test_a_global_batch_gives_one_update_however_it_is_cut(name, tmp_path):
   assert abs(float(trainer.train_step({**batch, "images": other})) - whole) > 1e-4
 
 
-def test_the_tower_is_frozen_until_it_is_asked_for(tmp_path):
-  model = toys_images.load(toys_images.folder("smolvlm", tmp_path / "model"))
+@pytest.mark.parametrize("name", ("smolvlm", "gemma4"))
+def test_the_tower_is_frozen_until_it_is_asked_for(name, tmp_path):
+  model = toys_images.load(toys_images.folder(name, tmp_path / "model"))
   names = {path.partition(".")[0] for path in trained_variables(model)}
   assert {"layers", "multi_modal_projector"} < names
   assert "vision_tower" not in names
   model.train_tower()
-  assert any(path.startswith("vision_tower.") for path in trained_variables(model))
+  trained = trained_variables(model)
+  assert any(path.startswith("vision_tower.") for path in trained)
+  assert not any(path.endswith(BUFFERS) for path in trained)
 
 
 def test_a_key_of_the_command_unfreezes_the_tower(prepared, capsys):

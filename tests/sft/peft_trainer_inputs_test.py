@@ -121,10 +121,10 @@ def test_aux_is_a_dict_whose_names_are_all_kept():
   with pytest.raises(TypeError, match="aux is an ArrayImpl"):
     t.train_step(trainers.small(0))
   for value, form in [
-    (jnp.ones(3), r"ArrayImpl of shape \(3,\)"),
-    ({"a": 1.0}, "dict"),
+    (jnp.ones(3), r"an ArrayImpl of shape \(3,\)"),
+    ({"a": 1.0}, "a dict"),
   ]:
-    with pytest.raises(TypeError, match=f"'extra' in the loss's aux is a {form}"):
+    with pytest.raises(TypeError, match=f"'extra' in the loss's aux is {form}"):
       named_metrics({"extra": value})
 
 

@@ -177,6 +177,8 @@ def test_positions_of_qwen_by_hand():
     [0, 1, 2, 3, 4, 5, 6, 6, 8],
     [0, 1, 1, 1, 4, 5, 6, 6, 8],
   ]
+  shared = qwen.rope_offsets(jnp.repeat(tokens, 2, axis=0), grid, config)
+  assert (jnp.arange(9)[:, None] + shared == found).all() and len(shared) == 2
   wide = jnp.array([[[1, 4, 4]]])
   tokens = jnp.array([[5, soft, soft, soft, soft, 6, 9, 9]])
   segments = jnp.array([[1] * 6 + [2] * 2])
@@ -237,6 +239,27 @@ def test_absent_fields_of_qwens_have_the_values_of_transformers():
   )
   assert (config.image_token_id, config.mrope_sections) == (151_655, (24, 20, 20))
   assert config.rope.theta == 500_000 and config.num_kv_heads == 32
+
+
+def test_a_tower_of_sounds_is_left_out(tmp_path):
+  folder = checkpoints.copy("gemma4_vision", tmp_path / "sounds")
+  sound = {"model.audio_tower.norm.weight": np.ones(3, np.float32)}
+  checkpoints.rewrite(folder, checkpoints.tensors(folder) | sound)
+  checkpoints.change_config(folder, audio_config={"model_type": "gemma4_audio"})
+  model = AutoModel.from_pretrained(folder, images=True)
+  save_pretrained(model, tmp_path / "out", source=folder)
+  assert not sound.keys() & checkpoints.tensors(tmp_path / "out").keys()
+  saved = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert saved["audio_config"] is None
+
+
+def test_more_columns_than_positions():
+  """The golden model has 12 positions; an image of 15 columns has no vectors."""
+  features = jax.jit(load("gemma4").image_features)
+  for columns in (12, 15):
+    values, grid = np.ones((45, 48), np.float32), np.array([[3, columns]])
+    vectors = features((values, grid))[0, : columns // 3]
+    assert np.isfinite(vectors).all() == (columns == 12)
 
 
 @pytest.mark.parametrize(

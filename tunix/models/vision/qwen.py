@@ -170,7 +170,8 @@ def rope_offsets(
 
   Args:
     tokens: token ids.
-    grid: 1, rows and columns in patches of the images of the batch, or of each row.
+    grid: 1, rows and columns in patches of the images of the batch, or of each row;
+      adjacent rows may share images, see `scatter_images`.
     config: the model's configuration.
     segment_ids: segments of packed rows, see `Transformer.__call__`.
   """
