@@ -224,6 +224,23 @@ def test_spellings_of_ministral3(key, want):
   assert canonical(key) == canonical(want) == want
 
 
+def test_absent_fields_of_qwens_have_the_values_of_transformers():
+  text = {"model_type": "qwen3_vl_text", "vocab_size": 9, "hidden_size": 3584}
+  text |= {"num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 9}
+  hf = {"text_config": text, "vision_config": {}}
+  config = families.by_model_type("qwen3_vl").config_from_hf(hf)
+  assert config.vision == qwen.QwenConfig(
+    num_layers=27,
+    embed_dim=1152,
+    hidden_dim=4304,
+    num_heads=16,
+    patch_size=16,
+    deepstack=(8, 16, 24),
+  )
+  assert (config.image_token_id, config.mrope_sections) == (151_655, (24, 20, 20))
+  assert config.rope.theta == 500_000 and config.num_kv_heads == 32
+
+
 def test_a_tower_of_sounds_is_left_out(tmp_path):
   folder = checkpoints.copy("gemma4_vision", tmp_path / "sounds")
   sound = {"model.audio_tower.norm.weight": np.ones(3, np.float32)}

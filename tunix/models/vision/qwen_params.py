@@ -83,15 +83,19 @@ def _read_tower(
 ) -> tuple[QwenConfig, int]:
   """Returns the tower, and the width of its soft tokens."""
   vision = params.section(hf, "vision_config")
-  types = {"model_type": (f"{model_type}_vision", model_type)}
+  types: dict[str, tuple[Any, ...]] = {
+    "model_type": (f"{model_type}_vision", model_type)
+  }
   if not deepstack:  # the family has none
     types |= {"deepstack_visual_indexes": ([], None)}
-  check_supported(vision, types | _SUPPORTED, "vision_config.")
-  sizes = {
+  check_supported(vision, {**types, **_SUPPORTED}, "vision_config.")
+  sizes: dict[str, Any] = {
     field: integer({name: usual, **vision}, name)
     for field, (name, usual) in _SIZES.items()
   }
-  learned = integer({"n": 48**2, **vision}, "num_position_embeddings")
+  learned = integer(
+    {"num_position_embeddings": 48**2, **vision}, "num_position_embeddings"
+  )
   edge = math.isqrt(learned)
   if edge**2 != learned:
     raise ValueError(
@@ -102,10 +106,9 @@ def _read_tower(
   check_supported(rope, {"rope_type": ("axial", "default")}, "vision_config.")
   if vision.get("deepstack_visual_indexes") is not None:
     field = "deepstack_visual_indexes"
-    layers = range(sizes["num_layers"])
-    found = [{field: i} for i in listed(vision, field)]
-    within = checks.Range(0, len(layers) - 1)
-    deepstack = tuple(integer(one, field, within) for one in found)
+    within = checks.Range(0, sizes["num_layers"] - 1)
+    found = listed(vision, field)
+    deepstack = tuple(integer({field: number}, field, within) for number in found)
   tower = QwenConfig(
     **sizes,
     table_size=edge,
