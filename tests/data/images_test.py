@@ -244,7 +244,8 @@ def test_real_parquet(smol, tmp_path):
   answers = {
     n: [{**ANSWER, "content": [{**text, "text": n}]}] for n in PAIRS.completions
   }
-  pair = {"images": [str(path)], "prompt": [user(EMPTY, text)], **answers}
+  cell = {"bytes": path.read_bytes(), "path": None}
+  pair = {"images": [cell], "prompt": [user(EMPTY, text)], **answers}
   image = datasets.List(datasets.Image())
   table = datasets.Dataset.from_list([pair]).cast_column("images", image)
   table.to_parquet(str(tmp_path / "pairs.parquet"))

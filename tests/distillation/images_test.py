@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_what_the_command_refuses(tmp_path, capsys):
   folder = toys_images.folder("smolvlm", tmp_path / "model")
   toys_images.write_records(tmp_path)
   keys = {"job": "distill", "output_dir": tmp_path / "out", "training__max_steps": 1}
-  files = {"preprocessor_config.json": {"resample": 3}}
+  files: dict[str, Any] = {"preprocessor_config.json": {"resample": 3}}
   files["config.json"] = {"model_type": "llama"}
   messages = ("has another image processor", "has no vision tower")
   for (name, change), message in zip(files.items(), messages):

@@ -26,7 +26,9 @@ from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
 
 
-def batches(folder, name, config, kind=records.PAIRS, image_tokens=24, size=4):
+def batches(
+  folder, name, config, kind=records.PAIRS, image_tokens: int | None = 24, size=4
+):
   """Batches of records with images."""
   file = toys_images.write_records(folder, kind=kind.name)
   source = Source(
