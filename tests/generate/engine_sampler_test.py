@@ -18,7 +18,7 @@ PROMPTS = ["the sea", [5, 6, 7], "a list of five"]
 
 @pytest.fixture(scope="module")
 def model():
-  return toys.model(vocab_size=VOCAB)
+  return toys.model(vocab_size=VOCAB, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def test_a_stream_joins_to_the_call(both):
 
 
 def test_a_call_reads_the_current_weights_and_leaves_nothing():
-  model, other = (toys.model(seed=seed, vocab_size=VOCAB) for seed in (0, 1))
+  sizes = {"vocab_size": VOCAB, "num_layers": 1}
+  model, other = (toys.model(seed=seed, **sizes) for seed in (0, 1))
   sampler = EngineSampler(model, TOKENIZER)
   first = sampler(PROMPTS, 6)
   nnx.update(model, nnx.state(other))

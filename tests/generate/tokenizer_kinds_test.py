@@ -175,7 +175,7 @@ def test_tiktokens_roles_can_be_named(tmp_path):
   assert (again.bos_id(), again.eos_id(), again.pad_id()) == (257, None, 256)
   with pytest.raises(ValueError, match="eos_token '</s>' is no special token"):
     TokenizerAdapter(Encoding(), eos_token="</s>")
-  with pytest.raises(TypeError, match="a Encoding cannot be written"):
+  with pytest.raises(TypeError, match="an Encoding cannot be written"):
     adapter.save(tmp_path)
 
 

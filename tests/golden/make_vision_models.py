@@ -203,7 +203,12 @@ ODD = {
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     | {"shared_expert_intermediate_size": 12},
     QWEN_TOWER
-    | {"spatial_merge_size": 1, "patch_size": 2, "num_position_embeddings": 4}
+    | {
+      "spatial_merge_size": 1,
+      "patch_size": 2,
+      "num_position_embeddings": 4,
+      "depth": 1,
+    }
     | {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}},
     {},
   ),

@@ -118,13 +118,13 @@ def test_aux_is_a_dict_whose_names_are_all_kept():
   t.train(smalls(2))
   assert history(t, "weight") == [7, 7] and history(t, "extra") == [3, 3]
   t = trainer().with_loss_fn(lambda model, **b: loss(model, jnp.float32(1), **b), True)
-  with pytest.raises(TypeError, match="aux is a ArrayImpl"):
+  with pytest.raises(TypeError, match="aux is an ArrayImpl"):
     t.train_step(trainers.small(0))
   for value, form in [
-    (jnp.ones(3), r"ArrayImpl of shape \(3,\)"),
-    ({"a": 1.0}, "dict"),
+    (jnp.ones(3), r"an ArrayImpl of shape \(3,\)"),
+    ({"a": 1.0}, "a dict"),
   ]:
-    with pytest.raises(TypeError, match=f"'extra' in the loss's aux is a {form}"):
+    with pytest.raises(TypeError, match=f"'extra' in the loss's aux is {form}"):
       named_metrics({"extra": value})
 
 

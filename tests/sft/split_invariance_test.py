@@ -8,17 +8,18 @@ from tests.sft import trainers
 
 
 @pytest.mark.parametrize(
-  ("lora_rank", "meshes", "cuts"),
+  ("lora_rank", "layers", "meshes", "cuts"),
   [
-    pytest.param(0, ("mesh_fsdp8", "mesh_fsdp4_tp2"), (1, 2, 4), id="full"),
+    pytest.param(0, 1, ("mesh_fsdp8", "mesh_fsdp4_tp2"), (1, 2, 4), id="full"),
     # As users compile it, which takes three times as long: so fewer cuts.
-    pytest.param(2, ("mesh_fsdp4_tp2",), (2,), id="lora", marks=pytest.mark.shipped),
+    pytest.param(2, 2, ("mesh_fsdp4_tp2",), (2,), id="lora", marks=pytest.mark.shipped),
   ],
 )
-def test_split_invariance(lora_rank, meshes, cuts, request):
+def test_split_invariance(lora_rank, layers, meshes, cuts, request):
   drills.check_split_invariance(
     lambda parts: trainers.trainer(
-      toys.model(lora_rank=lora_rank), gradient_accumulation_steps=parts
+      toys.model(lora_rank=lora_rank, num_layers=layers),
+      gradient_accumulation_steps=parts,
     ),
     whole := toys.batch(0, rows=32),
     toys.cut,
@@ -34,7 +35,8 @@ def test_micro_batches_of_different_weights():
   whole["input_mask"][4:, 3:] = 0
   whole["input_mask"][4:, 1] = 1
   makes = [
-    trainers.trainer(toys.model(), gradient_accumulation_steps=n) for n in (1, 2)
+    trainers.trainer(toys.model(num_layers=1), gradient_accumulation_steps=n)
+    for n in (1, 2)
   ]
   got = [drills.gradients(t, toys.cut(whole, n)) for t, n in zip(makes, (1, 2))]
   drills.assert_same_gradients(got[1], got[0])
@@ -48,7 +50,7 @@ def test_the_accumulated_update_is_the_update_of_the_whole():
   whole = toys.batch(0)
   weights = []
   for parts in (1, 4):
-    model = toys.model()
+    model = toys.model(num_layers=1)
     t = trainers.trainer(model, optimizers.sgd(0.5), gradient_accumulation_steps=parts)
     t.train(toys.cut(whole, parts))
     assert (t.train_steps, t.iter_steps) == (1, parts)

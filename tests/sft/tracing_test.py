@@ -145,7 +145,7 @@ def test_a_step_that_fails_leaves_the_trace(tmp_path):
 
 def test_what_is_no_tracer_is_refused():
   model, tx = trainers.tokens_only(), optimizers.sgd(1)
-  with pytest.raises(TypeError, match="perf_tracer is a object"):
+  with pytest.raises(TypeError, match="perf_tracer is an object"):
     PeftTrainer(model, tx, perf_tracer=object())  # pyright: ignore
   with pytest.raises(TypeError, match="perf_metrics_options is a dict"):
     TrainingConfig(perf_metrics_options={})  # pyright: ignore

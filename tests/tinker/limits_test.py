@@ -23,7 +23,7 @@ def test_limits_are_told_before_they_are_passed():
   assert made.wait("a", f"{model}:0", 60)
   for number in (2, 3, 4):  # they wait for number 1
     made.training.optim_step("a", model, number, {})
-  with pytest.raises(BusyError, match="3 requests of the tenant wait"):
+  with pytest.raises(BusyError, match="the tenant has 3 waiting requests"):
     made.training.optim_step("a", model, 5, {})
   _, other = made.create_model("b", made.create_session("b", {}), 0, small)
   assert made.wait("b", made.training.unload_model("b", other), 60).error is None

@@ -179,7 +179,7 @@ def _check_message(message: object, where: str, images: bool) -> None:
 
 def _check_parts(parts: list[Any], role: str, where: str) -> None:
   for number, part in enumerate(parts):
-    kind = part.get("type") if isinstance(part, Mapping) else _type_name(part)
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
       raise ValueError(
         f"{where}[{number}] is a part of the type {kind!r}; expected text or image. "

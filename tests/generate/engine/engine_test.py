@@ -24,9 +24,14 @@ TOKENIZER = toys_text.chat_tokenizer()
 SIZES = {"slots": 4, "max_tokens": 96, "prefill_tokens": 32, "max_top_logprobs": 5}
 
 
+def small(seed=0, **changes):
+  """A toy of one layer; FAMILIES have caches of several layers."""
+  return toys.model(seed, vocab_size=VOCAB, num_layers=1, **changes)
+
+
 @pytest.fixture(scope="module")
 def model():
-  return toys.model(vocab_size=VOCAB)
+  return small()
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,7 @@ def test_families_draw_the_tokens_of_the_padded_sampler(name, attention):
 @pytest.mark.parametrize("attention", ["rows", "gather"])
 def test_sixteen_bits(attention):
   """Rounding decides between close tokens, so only the log-probs are compared."""
-  model = toys.model(vocab_size=VOCAB, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  model = small(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
   prompts, _ = load(3)
   config = EngineConfig(**SIZES, attention=attention, draft_tokens=2)
   engine = Engine(model, TOKENIZER, config)
@@ -148,12 +153,12 @@ def test_sixteen_bits(attention):
 
 def test_models_with_adapters_and_on_a_mesh(model):
   prompts, lengths = load(2)
-  adapted = toys.model(vocab_size=VOCAB, lora_rank=2)
+  adapted = small(lora_rank=2)
   from tunix.utils import mesh as mesh_lib
 
   mesh = mesh_lib.create_mesh({"fsdp": 4, "tp": 2})
   with mesh_lib.use_mesh(mesh):
-    spread = AutoModel.from_config(toys.config(vocab_size=VOCAB), seed=0, mesh=mesh)
+    spread = AutoModel.from_config(model.config, seed=0, mesh=mesh)
   for one, alone in ((adapted, adapted), (spread, model)):
     wanted = Sampler(alone, TOKENIZER)(prompts, lengths, eos_tokens=[])
     rows = Engine(one, TOKENIZER, EngineConfig(**SIZES)).run(
@@ -241,8 +246,8 @@ def test_a_group_is_prefilled_once_and_a_turn_only_what_is_new(model):
 
 
 def test_new_weights_are_used_and_stamped(model):
-  engine = Engine(toys.model(vocab_size=VOCAB), TOKENIZER, EngineConfig(**SIZES))
-  other = toys.model(seed=1, vocab_size=VOCAB)
+  engine = Engine(small(), TOKENIZER, EngineConfig(**SIZES))
+  other = small(1)
   prompt = np.arange(1, 40)
   [[old]] = engine.run([ask(prompt, 5)])
   engine.update_weights(other, version=7)
@@ -258,7 +263,7 @@ def test_new_weights_are_used_and_stamped(model):
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "drain"])
 def test_running_completions_at_new_weights(mode):
-  first, other = (toys.model(seed=seed, vocab_size=VOCAB) for seed in (0, 1))
+  first, other = small(0), small(1)
   engine = Engine(first, TOKENIZER, EngineConfig(**SIZES))
   ticket = engine.submit(ask(np.arange(1, 40), 40))
   engine.step()
@@ -278,7 +283,7 @@ def test_running_completions_at_new_weights(mode):
 
 def test_a_nan_names_the_request_and_spares_the_others():
   """Token 13 has an embedding that is not a number."""
-  broken = toys.model(vocab_size=VOCAB, tie_embeddings=False)
+  broken = small(tie_embeddings=False)
   table = broken.embed_tokens.embedding
   table.set_value(table[...].at[13].set(jnp.nan))
   engine = Engine(broken, TOKENIZER, EngineConfig(**SIZES))

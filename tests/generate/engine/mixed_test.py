@@ -28,7 +28,7 @@ END = TOKENIZER.eos_id()
 
 @functools.cache
 def model():
-  return toys.model(vocab_size=VOCAB)
+  return toys.model(vocab_size=VOCAB, num_layers=1)
 
 
 def make(**sizes):
@@ -166,7 +166,7 @@ def test_the_rules_are_honoured(alone):
 
 def test_drafts_of_sampled_tokens():
   """A small vocabulary repeats itself, so that drafts are right by chance."""
-  tiny, requests = toys.model(vocab_size=6), []
+  tiny, requests = toys.model(vocab_size=6, num_layers=1), []
   for seed in range(8):
     requests.append(ask([1, 2, 3, 4], 40, temperature=1.0, seed=seed, logprobs=True))
   found = []
@@ -247,7 +247,9 @@ def test_goldens_of_transformers(name, draft_tokens):
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_quantized_models(method):
-  small = quantization.quantize(toys.model(vocab_size=VOCAB, embed_dim=64), method)
+  small = quantization.quantize(
+    toys.model(vocab_size=VOCAB, embed_dim=64, num_layers=1), method
+  )
   prompts = [np.arange(3, 20), np.arange(50, 55)]
   wanted = Sampler(small, TOKENIZER)(prompts, 16, eos_tokens=[])
   engine = Engine(small, TOKENIZER, EngineConfig(**SIZES))
@@ -291,7 +293,7 @@ def test_where_every_token_is_forbidden_no_token_is_drawn(engine, kind, temperat
   rules = {"temperature": temperature, "seed": 0}
   if kind == "bias":
     # More ids than a request may list: a small vocabulary.
-    tiny = toys.model(vocab_size=40)
+    tiny = toys.model(vocab_size=40, num_layers=1)
     engine = Engine(tiny, toy_ids.Ids(), EngineConfig(**SIZES))
     bias = dict.fromkeys(range(40), -np.inf)
   else:
@@ -320,7 +322,7 @@ class Few:
 
 @pytest.mark.parametrize("stops", [(), ("ccc",)])
 def test_an_id_without_a_text_ends_its_request_only(stops):
-  engine = Engine(toys.model(vocab_size=40), Few(), EngineConfig(**SIZES))
+  engine = Engine(toys.model(vocab_size=40, num_layers=1), Few(), EngineConfig(**SIZES))
   bad = engine.submit(ask([1], 5, logit_bias={30: 1e4}, stop_strings=stops))
   good = engine.submit(ask([1], 5, logit_bias={1: 1e4}, stop_strings=stops))
   while engine.step():

@@ -45,6 +45,12 @@ def test_logits_loss_and_every_gradient(name, want):
   seeing.assert_equal(load(name), want)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl"])
+def test_scanned_layers_with_features_and_positions(kind):
+  model = load(kind, scan_layers=True, remat="block")
+  seeing.assert_equal(model, checkpoints.expected(f"{kind}_vision"))
+
+
 def test_features(name, want):
   model = load(name, scan_layers=True)
   images = seeing.images(want)
@@ -171,6 +177,8 @@ def test_positions_of_qwen_by_hand():
     [0, 1, 2, 3, 4, 5, 6, 6, 8],
     [0, 1, 1, 1, 4, 5, 6, 6, 8],
   ]
+  shared = qwen.rope_offsets(jnp.repeat(tokens, 2, axis=0), grid, config)
+  assert (jnp.arange(9)[:, None] + shared == found).all() and len(shared) == 2
   wide = jnp.array([[[1, 4, 4]]])
   tokens = jnp.array([[5, soft, soft, soft, soft, 6, 9, 9]])
   segments = jnp.array([[1] * 6 + [2] * 2])
@@ -214,6 +222,27 @@ SPELLINGS = (
 def test_spellings_of_ministral3(key, want):
   canonical = families.FAMILIES["ministral3_multimodal"].canonical_key
   assert canonical(key) == canonical(want) == want
+
+
+def test_a_tower_of_sounds_is_left_out(tmp_path):
+  folder = checkpoints.copy("gemma4_vision", tmp_path / "sounds")
+  sound = {"model.audio_tower.norm.weight": np.ones(3, np.float32)}
+  checkpoints.rewrite(folder, checkpoints.tensors(folder) | sound)
+  checkpoints.change_config(folder, audio_config={"model_type": "gemma4_audio"})
+  model = AutoModel.from_pretrained(folder, images=True)
+  save_pretrained(model, tmp_path / "out", source=folder)
+  assert not sound.keys() & checkpoints.tensors(tmp_path / "out").keys()
+  saved = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert saved["audio_config"] is None
+
+
+def test_more_columns_than_positions():
+  """The golden model has 12 positions; an image of 15 columns has no vectors."""
+  features = jax.jit(load("gemma4").image_features)
+  for columns in (12, 15):
+    values, grid = np.ones((45, 48), np.float32), np.array([[3, columns]])
+    vectors = features((values, grid))[0, : columns // 3]
+    assert np.isfinite(vectors).all() == (columns == 12)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,6 @@ def test_openenv():
 
 def test_what_is_no_environment():
   (episode,), _ = run(lambda: object(), ["x"], prompt="?")
-  assert "env returned a object" in episode.failure
+  assert "env returned an object" in episode.failure
   with pytest.raises(ValueError, match="is no tool"):
     ToolEnv("?", [3])

@@ -1,5 +1,7 @@
 """Preferences with images: scores, micro-batches, references, and the command."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from tunix.data.rows import SideBySide
 from tunix.data.source import Source
 from tunix.models import heads, lora
 from tunix.models.automodel import AutoModel
-from tunix.sft.dpo.completions import completion_logps
+from tunix.sft import inference
+from tunix.sft.dpo.completions import logps_of
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
@@ -37,7 +40,7 @@ def batches(folder, name, config, kind=records.PAIRS, image_tokens=24, size=4):
   return list(build_batches(source, batch_size=size, shuffle=False))
 
 
-@pytest.fixture(scope="module", params=toys_images.NAMES)
+@pytest.fixture(scope="module", params=(*toys_images.NAMES, "qwen3_vl"))
 def family(request, tmp_path_factory):
   """(name, folder, model, batches of pairs) of a family."""
   folder, name = tmp_path_factory.mktemp(request.param), request.param
@@ -45,28 +48,41 @@ def family(request, tmp_path_factory):
   return name, folder, model, batches(folder, name, model.config)
 
 
-def alone(model, batch, row, name):
-  """The log-probability of a completion, in a row without padding."""
-  prompt, ids = (
-    batch[f"{part}_ids"][row][batch[f"{part}_mask"][row] == 1]
-    for part in ("prompt", name)
-  )
-  tokens = np.concatenate([prompt, ids])[None]
-  images = jax.tree.map(lambda x: x[row : row + 1], batch["images"])
-  logits = model(tokens, images=images)[0][0, len(prompt) - 1 : -1]
-  return float(np.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1).sum())
+def alone(model, batch):
+  """Log-probabilities [B, 2] by one forward pass of rows without inner padding."""
+  rows, spans = [], []
+  for row, name in itertools.product(range(len(batch["prompt_ids"])), PAIR):
+    parts = [
+      batch[f"{part}_ids"][row][batch[f"{part}_mask"][row] == 1]
+      for part in ("prompt", name)
+    ]
+    rows.append(np.concatenate(parts))
+    spans.append((len(parts[0]), len(rows[-1])))
+  tokens = np.stack([np.pad(x, (0, max(map(len, rows)) - len(x))) for x in rows])
+  images = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch["images"])
+  logits = jax.jit(lambda tokens, images: model(tokens, images=images)[0])
+  logps = np.asarray(jax.nn.log_softmax(logits(tokens, images)))
+  sums = [
+    sum(logps[i, at - 1, tokens[i, at]] for at in range(*span))
+    for i, span in enumerate(spans)
+  ]
+  return np.reshape(sums, (-1, 2))
 
 
 def test_completions_share_the_images_of_their_prompt(family):
   name, _, model, (batch, _) = family
-  got = np.asarray(completion_logps(model, batch, PAIR, False))
-  want = [[alone(model, batch, row, side) for side in PAIR] for row in range(4)]
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-  other = {**batch, "images": jax.tree.map(np.flip, batch["images"])}
-  if name != "ministral3":  # its flipped grids have other images
-    assert abs(completion_logps(model, other, PAIR, False) - got).max() > 1e-4
-  shared = completion_logps(model, batch, PAIR, True)
-  np.testing.assert_allclose(shared, want, rtol=1e-5)
+  want = alone(model, batch)
+
+  def score(batch, shared=False):
+    out = inference.apply(model, logps_of(PAIR, shared), batch, ("fsdp",))
+    return np.asarray(out)
+
+  np.testing.assert_allclose(score(batch), want, rtol=1e-5)
+  np.testing.assert_allclose(score(batch, shared=True), want, rtol=1e-5)
+  flip = lambda x: -x if x.dtype == np.float32 else x  # no grids
+  other = {**batch, "images": jax.tree.map(flip, batch["images"])}
+  changed = np.abs(score(other) - want).max(axis=1) > 1e-4
+  assert changed.tolist() == [True, True, False, True], name
 
 
 def shaken(model):
@@ -83,7 +99,9 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(
+  "kind", ["pair", pytest.param("labelled", marks=pytest.mark.slow), "reward"]
+)
 def test_a_global_batch_gives_one_update_however_it_is_cut(kind, tmp_path):
   name = "ministral3" if kind == "pair" else "smolvlm"
   model = toys_images.load(toys_images.folder(name, tmp_path / "model"))
@@ -133,21 +151,15 @@ def test_stored_log_probabilities_are_found_by_their_images(tmp_path):
   batch = batches(tmp_path, "smolvlm", model.config)[0]
   stored = PrecomputedLogps.write(tmp_path / "logps", model, [batch])
   assert len(stored) == 8
-
-  def loss(batch, **reference):
-    trainer = DPOTrainer(shaken(model), optimizer=optimizers.sgd(1.0), **reference)
-    return float(trainer.train_step(batch))
-
-  want = loss(batch)
-  assert abs(want - np.log(2)) > 1e-4
+  want = np.asarray(inference.apply(model, logps_of(PAIR, False), batch, ("fsdp",)))
   # Rows with more room for images have the same keys.
   wide = batches(tmp_path, "smolvlm", model.config, image_tokens=None)[0]
   assert wide["images"].shape[1] > batch["images"].shape[1]
   for same in (batch, wide):
-    np.testing.assert_allclose(loss(same, reference_logps=stored), want, rtol=1e-5)
+    np.testing.assert_allclose(stored.logps(same, same["weights"]), want, rtol=1e-6)
   other = {**batch, "images": batch["images"][::-1]}
   with pytest.raises(ValueError, match=r"chosen completion of row 0 .* is not in"):
-    loss(other, reference_logps=stored)
+    stored.logps(other, other["weights"])
 
 
 def test_what_trainers_refuse(tmp_path):

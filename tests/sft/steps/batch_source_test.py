@@ -107,7 +107,7 @@ def test_a_place_behind_what_was_drawn_is_a_state_and_a_skip():
 
 def test_none_among_the_batches_is_no_end():
   source = BatchSource([1, None, 2])
-  with pytest.raises(ValueError, match="yielded None after 1 micro-batches"):
+  with pytest.raises(ValueError, match="yielded None after 1 micro-batch;"):
     source.take(3)
 
 

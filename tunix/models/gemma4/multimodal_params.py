@@ -96,7 +96,7 @@ _VISION_DEFAULTS = {
 _SUPPORTED = {
   "model_type": ("gemma4_vision",),
   "attention_bias": (False, None),
-  "attention_dropout": (0, None),
+  "attention_dropout": (0.0, None),
 }
 
 

@@ -13,6 +13,9 @@ from flax import nnx
 # biases and small adapters. Larger slices are inputs of matrix products, and XLA does
 # not fuse a slice into these.
 _SMALL = 2**14
+# Fewest layers of a stack that `_opaque` slices. With fewer, the loops take longer to
+# trace and to compile than the kernels that they save.
+_MANY = 4
 
 
 def layer_states(state: nnx.State) -> list[Any]:
@@ -28,9 +31,12 @@ def unstack(stack: jax.Array) -> tuple[jax.Array, ...]:
   The transpose is one concatenation. Indexing layer by layer would add L zero-padded
   stacks in the backward pass instead.
   """
+  if stack.shape[0] == 1:
+    return (stack,)
   # Outside `jit` nothing is fused, and `_opaque` would compile a loop for each shape.
   layer_size = math.prod(stack.shape[1:])
-  if layer_size > _SMALL or not isinstance(stack, jax.core.Tracer):
+  is_opaque = stack.shape[0] >= _MANY and layer_size <= _SMALL
+  if not is_opaque or not isinstance(stack, jax.core.Tracer):
     return _slices(stack)
   # On CPU, XLA fuses a slice at a constant offset into each of its readers. The kernels
   # of L equal layers then differ by that offset alone and are compiled L times: 86k

@@ -138,7 +138,8 @@ class PatchesModel(VisionLanguageModel):
   """A `VisionLanguageModel` of images of any size, which are given as patches.
 
   Its tower is called with the patches and their grids, and its projector with the
-  outputs of the tower and the grids.
+  outputs of the tower and the grids. A projector whose vectors go to several layers
+  returns a list.
   """
 
   def image_features(self, images: Any) -> jax.Array:
@@ -146,15 +147,20 @@ class PatchesModel(VisionLanguageModel):
 
     Args:
       images: a pair (values, grid), see `PixtralTower`. The pixels are [P, d] for the
-        images of a batch, or [B, P, d] for those of each row; the grids [N, 2] or
-        [B, N, 2]. The edges of a grid are multiples of the m patches along the edge of
-        a soft token. If they are not, or if the grids need more than P patches, all
-        vectors (of the row) are NaN.
+        images of a batch, or [B, P, d] for those of each row; the grids [N, k] or
+        [B, N, k]. Their last two numbers are rows and columns, multiples of the m
+        patches along the edge of a soft token; a number of frames before them is 1. If
+        they are not, or if the grids need more than P patches, all vectors (of the row)
+        are NaN.
 
     Returns:
       The vectors [1, K, D] of the batch or [B, 1, K, D] of the rows, K = P / m^2; those
       of padding are NaN.
     """
+    return self.features_of_layers(images)[0]
+
+  def features_of_layers(self, images: Any) -> Sequence[jax.Array]:
+    """See `VisionLanguageModel`."""
     values, grid = (jnp.asarray(part) for part in images)
     by_row = values.ndim == 3
     if not by_row:
@@ -162,4 +168,5 @@ class PatchesModel(VisionLanguageModel):
     with jax.named_scope("vision"):
       patches = self.vision_tower(values, grid)
       features = self.multi_modal_projector(patches, grid)
-    return features[:, None] if by_row else features
+    several = features if isinstance(features, list) else [features]
+    return [x[:, None] for x in several] if by_row else several

@@ -32,7 +32,7 @@ from tunix.models.vision.config import (
   in_model,
 )
 from tunix.models.vision.layers import PatchEmbedding, retype, run_and_keep
-from tunix.models.vision.model import VisionLanguageModel
+from tunix.models.vision.model import PatchesModel
 from tunix.models.vision.pixtral import Places
 from tunix.ops import masks
 from tunix.utils import checks
@@ -177,6 +177,7 @@ def rope_offsets(
   """
   rows = tokens if grid.ndim == 3 else tokens.reshape(1, -1)
   grid = grid if grid.ndim == 3 else grid[None]
+  # Adjacent rows may share images, see `scatter_images`, which refuses other numbers.
   grid = jnp.repeat(grid, len(rows) // len(grid), axis=0)
   coarse = jnp.pad(grid[..., 1:] // config.vision.merge, ((0, 0), (0, 1), (0, 0)))
   is_image = rows == config.soft_token
@@ -306,21 +307,36 @@ class Merger(nnx.Module):
     return self.fc2(ACTIVATIONS["gelu"](self.fc1(x)))
 
 
-class Projector(Merger):
-  """The merger of the tower's last layer, with those of `QwenConfig.deepstack`.
+class Projector(nnx.Module):
+  """The projectors of a tower.
 
   Attributes:
-    deepstack: the other mergers, by their order.
+    merger: that of the last layer.
+    deepstack: those of `QwenConfig.deepstack`, in this order.
   """
 
   def __init__(self, c: QwenConfig, text_dim: int, *, rngs: nnx.Rngs):
-    super().__init__(c, text_dim, wide=False, rngs=rngs)
+    self.merger = Merger(c, text_dim, wide=False, rngs=rngs)
     more = [Merger(c, text_dim, wide=True, rngs=rngs) for _ in c.deepstack]
     self.deepstack = nnx.data(nnx.List(more))
+    self.merge = c.merge
+
+  def __call__(
+    self, layers: list[Float[Array, "n P Dv"]], grid: Int[Array, "n N 3"]
+  ) -> list[Float[Array, "n K D"]]:
+    """Returns the vectors of K = P / m^2 soft tokens; those of padding are NaN."""
+    mergers = [self.merger, *self.deepstack]
+    with jax.named_scope("projector"):
+      vectors = [merger(x) for merger, x in zip(mergers, layers, strict=True)]
+      count = jnp.sum(jnp.prod(grid, axis=-1), axis=-1) // self.merge**2
+      index = jnp.arange(vectors[0].shape[1], dtype=jnp.int32)
+      whole = is_whole(grid, layers[0].shape[1], self.merge)
+      valid = whole[:, None] & (index < count[:, None])
+      return [jnp.where(valid[..., None], x, jnp.nan) for x in vectors]
 
 
-class QwenImages(VisionLanguageModel):
-  """A decoder with this tower; see `VisionLanguageModel`."""
+class QwenImages(PatchesModel):
+  """A decoder with this tower; see `PatchesModel`."""
 
   config: QwenImagesConfig
   vision_tower: QwenTower
@@ -345,36 +361,3 @@ class QwenImages(VisionLanguageModel):
     """See `VisionLanguageModel`."""
     tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=-1)  # the next token
     return rope_offsets(tokens, jnp.asarray(images[1]), self.config)[:, -1, 0]
-
-  def image_features(self, images: Any) -> jax.Array:
-    """Returns the vectors of the soft tokens.
-
-    Args:
-      images: a pair (values, grid), see `QwenTower`. The pixels are [P, d] for the
-        images of a batch, or [B, P, d] for those of each row; the grids [N, 3] or
-        [B, N, 3]. Rows and columns are multiples of `merge`, and the first number is 1:
-        videos have no form here. If they are not, or if the grids need more than P
-        patches, all vectors (of the row) are NaN.
-
-    Returns:
-      The vectors [1, K, D] of the batch or [B, 1, K, D] of the rows, K = P / merge^2;
-      those of padding are NaN.
-    """
-    return self.features_of_layers(images)[0]
-
-  def features_of_layers(self, images: Any) -> list[jax.Array]:
-    """See `VisionLanguageModel`."""
-    values, grid = (jnp.asarray(part) for part in images)
-    by_row = values.ndim == 3
-    if not by_row:
-      values, grid = values[None], grid[None]
-    merge, project = self.config.vision.merge, self.multi_modal_projector
-    with jax.named_scope("vision"):
-      encoded = self.vision_tower(values, grid)
-      vectors = [merger(x) for merger, x in zip([project, *project.deepstack], encoded)]
-      squares = vectors[0].shape[1]
-      index = jnp.arange(squares, dtype=jnp.int32)
-      count = jnp.sum(jnp.prod(grid, axis=-1), axis=-1) // merge**2
-      valid = is_whole(grid, values.shape[1], merge)[:, None] & (index < count[:, None])
-      vectors = [jnp.where(valid[..., None], x, jnp.nan) for x in vectors]
-    return [x[:, None] for x in vectors] if by_row else vectors

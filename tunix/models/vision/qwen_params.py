@@ -55,7 +55,7 @@ def names(text: NameTable) -> NameTable:
   out = {
     **affine(f"{tower}patch_embedding", "model.visual.patch_embed.proj"),
     f"{tower}position_embedding.embedding": HfName("model.visual.pos_embed.weight"),
-    **_merger("multi_modal_projector", "model.visual.merger"),
+    **_merger("multi_modal_projector.merger", "model.visual.merger"),
     **_merger(
       "multi_modal_projector.deepstack.{i}", "model.visual.deepstack_merger_list.{i}"
     ),

@@ -14,7 +14,6 @@ from tunix.data.images import ImageReader
 from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN
 from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
-from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout
 from tunix.sft.metrics_logger import Mode
 
@@ -31,12 +30,12 @@ class Seen(NamedTuple):
   rows: Any
 
 
-def read(reader: ImageReader | None, batch: PromptBatch) -> Seen | None:
+def read(reader: ImageReader | None, batch: Any) -> Seen | None:
   """Reads the images of a batch; None if its prompts have no columns of images.
 
   Args:
     reader: the reader of the cluster.
-    batch: prompts of `tunix.data.questions.build_prompts`, or of the command.
+    batch: a `PromptBatch` of `tunix.data.questions.build_prompts`, or of the command.
 
   Raises:
     ValueError: there is no reader; or an image is missing or damaged, or has another
