@@ -289,10 +289,10 @@ def test_the_sampler_and_the_trainer_see_the_same(smol, engine):
     out, batch, config, group_size=GROUP, bucketed=False, images=seen.rows
   )
   # The sampler forbids image tokens, and shares their probability among the others.
-  soft = np.full((*rollouts.completion_ids.shape, 1), toys.SOFT)
+  soft = jnp.full((*rollouts.completion_ids.shape, 1), toys.SOFT)
 
   def score(model, **rows):
-    found = scoring.score_completions(model, **rows, head_ids=soft)
+    found: Any = scoring.score_completions(model, **rows, head_ids=soft)
     return found.logps - jnp.log1p(-jnp.exp(found.head[..., 0]))
 
   names = (*common.TOKEN_ARRAYS, "images")

@@ -153,7 +153,7 @@ def write_model(folder: pathlib.Path, seed: int) -> pathlib.Path:
 
 def load(folder: pathlib.Path):
   """A model whose tower is trained, too, and its reader of images."""
-  model = AutoModel.from_pretrained(folder, dtype=jnp.float32)
+  model: Any = AutoModel.from_pretrained(folder, dtype=jnp.float32)
   model.train_tower()
   return model, ImageReader(folder, model.config)
 

@@ -22,7 +22,7 @@ from tunix.cli.make import (
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings, StreamSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
-from tunix.data import pipeline
+from tunix.data import image_parts, pipeline
 from tunix.data.batching.prompts import PromptBatches, with_equal_room
 from tunix.data.images import ImageReader
 from tunix.data.reading.mixture import Mixture
@@ -183,7 +183,9 @@ def scan_records(
       assert isinstance(part, Records)
       first = part.kind.read(part[0], part.where(0))
       columns = dict.fromkeys(first.extra)
-      if loading.ModelLoader(config).image_reader() is not None:
+      reads_images = loading.ModelLoader(config).image_reader() is not None
+      # Without a reader the scan refuses the image, and says why.
+      if reads_images or image_parts.sources(first.prompt):
         columns[IMAGES_COLUMN] = None
       _check_rewards(config, list(columns))
   reports = {}
