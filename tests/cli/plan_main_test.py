@@ -19,7 +19,7 @@ from tunix.utils import mesh as mesh_lib
 
 TINY = (
   "--model.name=qwen3_0p6b",
-  "--model.args={num_layers: 2, embed_dim: 32, hidden_dim: 64, num_heads: 4,"
+  "--model.args={num_layers: 1, embed_dim: 32, hidden_dim: 64, num_heads: 4,"
   " num_kv_heads: 2, head_dim: 8, vocab_size: 256}",
   *("--training.global_batch_size=8", "--training.micro_batch_size=4"),
   *("--training.max_steps=10", "--data.max_length=16"),
@@ -115,9 +115,9 @@ def test_what_a_plan_tells(made):
   assert [p.name for p in made.programs] == ["train step", "evaluation"]
   assert made.tokens == 8 * 16 and made.steps == 10 and made.devices == 8
   # By formula: 6 P a token, and three times causal attention of 16 x 17 / 2 pairs.
-  matrices = 2 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64) + 256 * 32 + 2 * 4 * 32
-  attention = 4 * 2 * 4 * 8 * (16 * 17 / 2) * 8
-  norms = 6 * 128 * (2 * 2 * 8 + 2 * 2 * 32)  # stacked, they look like matrices
+  matrices = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64 + 256 * 32 + 4 * 32
+  attention = 4 * 4 * 8 * (16 * 17 / 2) * 8
+  norms = 6 * 128 * (2 * 8 + 2 * 32)  # stacked, they look like matrices
   assert made.model_flops == pytest.approx(
     6 * matrices * 128 + 3 * attention, abs=norms
   )

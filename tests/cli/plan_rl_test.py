@@ -73,8 +73,8 @@ def test_what_a_plan_of_rollouts_tells(made):
   assert "critic scoring" not in by_name
   assert made.tokens == 8 * 2 * (16 + 12)
   rollouts = made.rollouts
-  # 2 layers x keys and values x 2 heads of 8, in float32; columns in powers of two.
-  assert rollouts.cache_token_bytes == 2 * 2 * 2 * 8 * 4
+  # Keys and values x 2 heads of 8, in float32; columns in powers of two.
+  assert rollouts.cache_token_bytes == 2 * 2 * 8 * 4
   assert (rollouts.rows, rollouts.slots) == (16, 32)
   assert rollouts.cache_bytes == rollouts.cache_token_bytes * 16 * 32 // 8
   assert rollouts.most_rows is None and rollouts.tokens_per_second is None
@@ -118,8 +118,8 @@ def test_rollouts_of_the_engine(job, count):
   engine = made.engine
   assert (engine.path, engine.slots, engine.slot_tokens) == ("rows", 16, 64)
   assert (engine.pages, engine.page_tokens) == (16 * 64 // 16, 16)
-  # 2 layers x keys and values x 2 heads of 8, in float32.
-  assert engine.token_bytes == 2 * 2 * 2 * 8 * 4
+  # Keys and values x 2 heads of 8, in float32.
+  assert engine.token_bytes == 2 * 2 * 8 * 4
   # Rows, pages, and one page more; half of the heads on each device.
   assert engine.cache_bytes == engine.token_bytes * (2 * 16 * 64 + 16) // count
   assert engine.context == 16 + 12 // 2 and engine.round_seconds is None

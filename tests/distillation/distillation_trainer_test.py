@@ -49,7 +49,7 @@ def by_hand(student, known, batch, *, temperature=2.0, alpha=0.5):
 
 
 def test_loss_and_metrics_by_hand():
-  student, known, batch = toys.model(), trainers.teacher(), toys.batch(0)
+  student, known, batch = trainers.fresh_student(), trainers.teacher(), toys.batch(0)
   want = by_hand(student, known, batch)
   hard = by_hand(student, known, batch, alpha=0.0)
   t = trainers.trainer(student=student, known=known)
@@ -81,7 +81,7 @@ def test_padding_changes_nothing():
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_no_logits_are_built(lora_rank):
   batch = toys.batch(0, rows=4, length=32)
-  student = toys.model(lora_rank=lora_rank)
+  student = trainers.fresh_student(lora_rank=lora_rank)
   t = trainers.trainer(student=student)
   text = t.lower_train_step(batch).as_text()
   assert f"4x32x{toys.VOCAB}x" not in text
@@ -90,20 +90,20 @@ def test_no_logits_are_built(lora_rank):
 
 
 def test_the_table_is_neither_trained_nor_saved_nor_left_behind(tmp_path):
-  student, known = toys.model(), trainers.teacher()
+  student, known = trainers.fresh_student(), trainers.teacher()
   before = sft.leaves(known)
   t = trainers.trainer(
     student=student, known=known, checkpoint_root_directory=str(tmp_path)
   )
-  assert not hasattr(toys.model(), "teacher_table")
+  assert not hasattr(trainers.fresh_student(), "teacher_table")
   assert student.teacher_table[...] is known.lm_head.kernel[...]  # no second copy
   t.train([toys.batch(0)])
   t.close()
   assert t.model is student and t.teacher_model is known
-  assert sft.leaves(student).keys() == sft.leaves(toys.model()).keys()
+  assert sft.leaves(student).keys() == sft.leaves(trainers.fresh_student()).keys()
   assert sft.equal(sft.leaves(known), before)
   saved = PeftTrainer(  # a plain trainer of the student reads it
-    toys.model(),
+    trainers.fresh_student(),
     optimizers.adam(1e-2),
     TrainingConfig(checkpoint_root_directory=str(tmp_path)),
   )
@@ -182,7 +182,7 @@ def test_teacher_output_of_the_batch_is_taken():
   want.train([batch])
   logits = np.asarray(known(batch["input_tokens"], segment_ids=batch["segment_ids"])[0])
   t = DistillationTrainer(
-    toys.model(),
+    trainers.fresh_student(),
     None,
     LogitStrategy(),
     optimizers.adam(1e-2),
@@ -213,7 +213,7 @@ def test_meshes_of_their_own(where, mesh_fsdp8):
   """On a mesh of all devices, of two others, or alone: the same loss."""
   want = trainers.trainer()
   want.train([toys.batch(0)] * 2)
-  student, known = toys.model(), trainers.teacher()
+  student, known = trainers.fresh_student(), trainers.teacher()
   if where != "student":
     other = mesh_lib.create_mesh({"fsdp": 2}, jax.devices()[4:6])
     with jax.set_mesh(other):
@@ -276,7 +276,7 @@ def test_wrong_kinds_are_refused():
     trainers.trainer(student="model")
   with pytest.raises(TypeError, match="teacher_model is a str"):
     trainers.trainer(known="model")
-  same = toys.model(num_layers=1)
+  same = trainers.fresh_student()
   for teacher in (same, nnx.merge(*nnx.split(same))):  # shares its Variables
     with pytest.raises(ValueError, match="one object or share trained Variables"):
       trainers.trainer(student=same, known=teacher)
@@ -290,7 +290,7 @@ def test_vocabularies_that_differ_are_refused():
 
 
 def test_a_failure_in_the_constructor_leaves_the_student_as_it_was():
-  student = toys.model()
+  student = trainers.fresh_student()
   with pytest.raises(ValueError, match="optimizer"):
     DistillationTrainer(student, trainers.teacher(), LogitStrategy())
   assert not hasattr(student, "teacher_table")

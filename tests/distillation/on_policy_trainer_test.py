@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import drills, toys, toys_text
+from tests import drills, toys_text
 from tests.distillation import trainers
 from tests.generate.toy_ids import Ids
 from tests.sft import trainers as sft
@@ -104,7 +104,7 @@ def test_a_subclass_prepares_every_micro_batch_once():
 
 
 def test_the_student_writes_what_its_sampler_says():
-  student = toys.model()
+  student = trainers.fresh_student()
   t = trainers.on_policy(
     LogitStrategy(**GKD), student=student, seed=3, sampling_temperature=0.7, top_k=9
   )
@@ -153,7 +153,7 @@ def test_options_change_what_is_written(changes):
 
 
 def test_every_step_draws_anew_with_the_weights_of_that_step():
-  student = toys.model()
+  student = trainers.fresh_student()
   t = trainers.on_policy(LogitStrategy(**GKD), student=student)
   seen = []
   t.with_gen_model_input_fn(lambda b: seen.append(b["input_tokens"]) or b)
@@ -297,7 +297,7 @@ def test_nonsense_is_refused(changes, says):
     OnPolicyConfig(**{**lengths, **changes})
   with pytest.raises(TypeError, match="OnPolicyConfig"):
     OnPolicyDistillationTrainer(
-      toys.model(), trainers.teacher(), LogitStrategy(), tokenizer=Ids()
+      trainers.fresh_student(), trainers.teacher(), LogitStrategy(), tokenizer=Ids()
     )
 
 

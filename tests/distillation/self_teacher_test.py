@@ -56,7 +56,7 @@ def reverse_kl(student, teacher, given) -> float:
   ],
 )
 def test_the_teacher_reads_its_own_prompt(known, top_k):
-  student = toys.model()
+  student = trainers.fresh_student()
   teacher = trainers.teacher() if known is None else student
   t = trainers.on_policy(
     LogitStrategy(**WHOLE, distill_top_k=top_k),
@@ -72,7 +72,7 @@ def test_the_teacher_reads_its_own_prompt(known, top_k):
 
 def test_a_policy_gradient_takes_the_teachers_own_prompt():
   """log p of the student's samples, at the places of the student's rows."""
-  student = toys.model()
+  student = trainers.fresh_student()
   t = trainers.on_policy(
     PolicyGradientStrategy(),
     student=student,
@@ -116,7 +116,11 @@ def test_a_teacher_reads_its_own_rows_of_a_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "known", [SelfTeacher(), Teachers({"a": toys.model(3), "b": toys.model(4)})]
+  "known",
+  [
+    SelfTeacher(),
+    Teachers({"a": trainers.fresh_student(3), "b": trainers.fresh_student(4)}),
+  ],
 )
 def test_micro_batches_and_a_mesh_have_the_gradient_of_the_whole(known, mesh_fsdp8):
   whole = batch(8, teachers=["a", "b"] * 4)
@@ -161,7 +165,7 @@ def test_the_average_by_hand():
 @pytest.mark.parametrize("rate", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_an_average_of_rate_0_stays_and_of_rate_1_follows(rate):
   """Rate 1 is the teacher "current", and rate 0 the student before its first step."""
-  student = toys.model()
+  student = trainers.fresh_student()
   t = trainers.on_policy(
     LogitStrategy(**WHOLE, distill_top_k=9),
     student=student,
@@ -170,7 +174,7 @@ def test_an_average_of_rate_0_stays_and_of_rate_1_follows(rate):
     **HINTED,
   )
   t.train([batch()] * 2)
-  wants = {1.0: sft.leaves(student), 0.0: sft.leaves(toys.model())}
+  wants = {1.0: sft.leaves(student), 0.0: sft.leaves(trainers.fresh_student())}
   assert sft.equal(sft.leaves(t._state.merged(average=True)), wants[rate])
   t.close()
 
@@ -182,7 +186,7 @@ def test_going_on_from_a_checkpoint_has_the_same_average(tmp_path):
     for steps in parts:
       t = trainers.on_policy(
         PolicyGradientStrategy(),
-        student=toys.model(),
+        student=trainers.fresh_student(),
         known=SelfTeacher(rate=0.3),
         max_steps=steps,
         checkpoint_root_directory=str(tmp_path / folder),
@@ -223,7 +227,9 @@ def test_what_a_batch_lacks_is_refused():
     t._read(trainers.prompts())
   with pytest.raises(ValueError, match="has 13 tokens"):
     t._read(trainers.prompts(rows=1) | {"teacher_prompts": [[1] * 13]})
-  t = trainers.on_policy(LogitStrategy(**WHOLE), known=Teachers({"a": toys.model(3)}))
+  t = trainers.on_policy(
+    LogitStrategy(**WHOLE), known=Teachers({"a": trainers.fresh_student(3)})
+  )
   with pytest.raises(ValueError, match="no names of teachers"):
     t._read(trainers.prompts())
   with pytest.raises(ValueError, match="teacher 'b'; expected one of a"):

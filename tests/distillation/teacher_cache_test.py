@@ -172,7 +172,10 @@ def test_too_many_words_leave_no_folder(tmp_path, known):
 def test_another_vocabulary_is_refused(filled):
   with pytest.raises(ValueError, match=r"student has 90 .*teacher 96"):
     DistillationTrainer(
-      toys.model(vocab_size=90), TeacherCache(filled), strategy(), optimizers.sgd(0.1)
+      trainers.fresh_student(vocab_size=90),
+      TeacherCache(filled),
+      strategy(),
+      optimizers.sgd(0.1),
     )
 
 
@@ -204,7 +207,11 @@ def test_resuming_needs_no_teacher(filled, tmp_path):
   )
   for steps in (1, 2):
     t = DistillationTrainer(
-      toys.model(), TeacherCache(filled), strategy(), optimizers.adam(1e-2), config
+      trainers.fresh_student(),
+      TeacherCache(filled),
+      strategy(),
+      optimizers.adam(1e-2),
+      config,
     )
     t.train([toys.batch(0), toys.batch(1)][:steps])
     t.close()

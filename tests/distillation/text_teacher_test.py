@@ -84,13 +84,13 @@ def pair():
   """(tokenizer of the student, TextTeacher) whose tokens differ."""
   teacher = TokenizerAdapter(toys_text.metaspace(), bos_token="<s>", eos_token="</s>")
   return toys_text.chat_tokenizer("chatml"), TextTeacher(
-    model=toys.model(1, vocab_size=teacher.vocab_size), tokenizer=teacher
+    model=trainers.fresh_student(1, vocab_size=teacher.vocab_size), tokenizer=teacher
   )
 
 
 def aligned(**config):
   tokenizer, teacher = pair()
-  student = toys.model(vocab_size=tokenizer.vocab_size)
+  student = trainers.fresh_student(vocab_size=tokenizer.vocab_size)
   return trainers.on_policy(
     PolicyGradientStrategy(),
     student=student,
@@ -235,7 +235,7 @@ def test_going_on_from_a_checkpoint_is_the_same(tmp_path):
 def test_what_cannot_be_aligned_is_refused():
   tokenizer, teacher = pair()
   options: dict[str, Any] = {"known": teacher, "tokenizer": tokenizer}
-  options["student"] = toys.model(vocab_size=tokenizer.vocab_size)
+  options["student"] = trainers.fresh_student(vocab_size=tokenizer.vocab_size)
   with pytest.raises(
     ValueError, match=r"strategy is LogitStrategy .* a TextTeacher. Use Pol"
   ):

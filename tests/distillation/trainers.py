@@ -15,9 +15,14 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies import LogitStrategy
 
 
+def fresh_student(seed: int = 0, **changes: Any):
+  """The smallest of toys: compiling is what these tests cost."""
+  return toys.model(seed, **{"num_layers": 1, **changes})
+
+
 def teacher(seed: int = 1, **changes: Any):
   """Wider and deeper than the student, and sure of its words."""
-  sizes = {"num_layers": 3, "embed_dim": 48, **changes}
+  sizes = {"num_layers": 2, "embed_dim": 48, **changes}
   out = toys.model(seed, **sizes)
   out.lm_head.kernel.set_value(out.lm_head.kernel[...] * 20)
   return out
@@ -32,7 +37,7 @@ def trainer(
   **config: Any,
 ) -> DistillationTrainer:
   return DistillationTrainer(
-    toys.model() if student is None else student,
+    fresh_student() if student is None else student,
     teacher() if known is None else known,
     LogitStrategy() if strategy is None else strategy,
     optimizers.adam(rate),
@@ -72,7 +77,7 @@ def on_policy(
   **config: Any,
 ):
   return kind(
-    toys.model() if student is None else student,
+    fresh_student() if student is None else student,
     teacher() if known is None else known,
     strategy,
     optimizers.adam(1e-2),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import toys, toys_text
+from tests import toys_text
 from tests.distillation import trainers
 from tests.generate.toy_ids import Ids
 from tunix.distillation import vocabulary
@@ -104,7 +104,7 @@ def test_the_same_tokenizer_in_another_wrapper():
 def test_the_trainer_asks():
   with pytest.raises(ValueError, match="the tokenizers differ"):
     DistillationTrainer(
-      toys.model(),
+      trainers.fresh_student(),
       trainers.teacher(),
       LogitStrategy(),
       tokenizers=(Bytes(), Bytes(shift=4)),
@@ -112,4 +112,4 @@ def test_the_trainer_asks():
 
 
 def test_models_that_do_not_say_pass():
-  vocabulary.check_sizes(Ids(), toys.model())
+  vocabulary.check_sizes(Ids(), trainers.fresh_student())

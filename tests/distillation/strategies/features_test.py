@@ -64,7 +64,8 @@ def test_features_come_nearer(name):
   student = toys.model()
   # A fresh model's attention puts out numbers of 0.01: larger steps would jump over.
   rate = 1e-3 if name == "attention" else 1e-2
-  t = trainers.trainer(MAKES[name](alpha=1.0), student=student, rate=rate)
+  known = trainers.teacher(num_layers=3)
+  t = trainers.trainer(MAKES[name](alpha=1.0), student=student, known=known, rate=rate)
   t.train([toys.batch(0)] * 6, [toys.batch(1)])
   distances = sft.history(t, "distill/feature_loss")
   assert distances[-1] < 0.9 * distances[0]
@@ -80,7 +81,7 @@ def test_no_logits_are_built():
   vocab, rows, length = 2**15, 32, 128
   t = trainers.trainer(
     MAKES["pooling"](),
-    student=toys.model(vocab_size=vocab),
+    student=trainers.fresh_student(vocab_size=vocab),
     known=trainers.teacher(vocab_size=vocab),
   )
   batch = toys.batch(0, rows=rows, length=length, vocab=vocab)

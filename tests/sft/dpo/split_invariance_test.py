@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import drills, toys
+from tests import drills
 from tests.sft.dpo import preferences
 from tunix.models import heads
 from tunix.sft.dpo.kto_trainer import KTOTrainer
@@ -14,11 +14,11 @@ slow = pytest.mark.slow
 
 
 def policy(lora_rank):
-  return toys.model(lora_rank=lora_rank)
+  return preferences.model(lora_rank=lora_rank)
 
 
 def reference(lora_rank):
-  return None if lora_rank else toys.model(1)
+  return None if lora_rank else preferences.model(1)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_labelled_answers(lora_rank, mesh_fsdp8):
 def test_rewards(mesh_fsdp8):
   def trainer(parts):
     return preferences.trainer(
-      heads.with_scores(toys.model()),
+      heads.with_scores(preferences.model()),
       kind=RewardTrainer,
       centering=0.1,
       gradient_accumulation_steps=parts,
@@ -112,7 +112,7 @@ def test_micro_batches_of_different_sizes(loss):
     whole[name][:] = 1
   parts = [{k: x[:2] for k, x in whole.items()}, {k: x[2:] for k, x in whole.items()}]
   make = lambda n: preferences.trainer(
-    toys.model(), toys.model(1), loss=loss, beta=5.0, gradient_accumulation_steps=n
+    policy(0), reference(0), loss=loss, beta=5.0, gradient_accumulation_steps=n
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), parts), want)
@@ -131,7 +131,7 @@ def test_answers_of_different_widths():
   for part in ("ids", "mask"):
     wide[f"completion_{part}"] = np.pad(wide[f"completion_{part}"], ((0, 0), (0, 3)))
   make = lambda n: preferences.trainer(
-    toys.model(lora_rank=2), kind=KTOTrainer, gradient_accumulation_steps=n
+    policy(2), kind=KTOTrainer, gradient_accumulation_steps=n
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), [narrow, wide]), want)
