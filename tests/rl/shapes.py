@@ -14,6 +14,7 @@ import pathlib
 import random
 import tempfile
 import time
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -176,7 +177,8 @@ def fine_tuned(folder: pathlib.Path, seed: int, steps: int) -> pathlib.Path:
       max_length=PROMPT_LENGTH,
     )
   )
-  save_pretrained(trainer.model, folder, hf_fields={"eos_token_id": tokenizer.eos_id()})
+  trained: Any = trainer.model
+  save_pretrained(trained, folder, hf_fields={"eos_token_id": tokenizer.eos_id()})
   return folder
 
 
