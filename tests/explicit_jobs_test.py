@@ -38,7 +38,7 @@ def split(mesh, model):
 
 
 def sft(mesh):
-  model = split(mesh, toys.model(lora_rank=2))
+  model = split(mesh, toys.model(num_layers=1, lora_rank=2))
   trainers.trainer(model).train([toys.batch(0)], [toys.batch(1)])
   return model
 
@@ -52,7 +52,8 @@ def dpo(mesh):
 
 
 def distil(mesh):
-  student, teacher = split(mesh, toys.model()), split(mesh, distilling.teacher())
+  student = split(mesh, distilling.fresh_student())
+  teacher = split(mesh, distilling.teacher())
   trainer = distilling.trainer(student=student, known=teacher)
   trainer.train([toys.batch(0)])
   return student
@@ -85,7 +86,7 @@ def test_sampling():
   for kind in ("auto", "explicit"):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-      sampler = Sampler(split(mesh, toys.model()), Ids())
+      sampler = Sampler(split(mesh, toys.model(num_layers=1)), Ids())
       prompts = ["3 4 5", "6"] * 4
       out[kind] = sampler(prompts, 5, temperature=1.0, seed=1).text
   assert out["auto"] == out["explicit"]
