@@ -103,7 +103,9 @@ def test_a_rate_far_from_the_usual_ones_is_noted(keys, note):
     scanned=9, is_whole=True, records=9, kept=9, blank=0, unknown=0
   )
   run = types.SimpleNamespace(
-    config=config, data=types.SimpleNamespace(reports={"train": report})
+    config=config,
+    data=types.SimpleNamespace(reports={"train": report}),
+    row_length=("data.max_length", 8),
   )
   mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
   sizes = toys.config() if is_tiny else loading.ModelLoader(config).sizes()

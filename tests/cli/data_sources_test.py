@@ -129,7 +129,7 @@ def test_a_function_of_a_file_or_module(tmp_path, monkeypatch):
   assert list(called) == [{"text": "b"}] * 3
   for name, kind, message in (
     ("create_dataset(count=-1)", RuntimeError, "create_dataset raised KeyError"),
-    ("nothing", TypeError, "is a NoneType"),
+    ("nothing", TypeError, "nothing is None"),
     ("absent", ValueError, "has no function 'absent'"),
     ("create_dataset(count=0)", ValueError, "is empty; expected"),
   ):

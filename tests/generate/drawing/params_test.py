@@ -113,6 +113,7 @@ def test_rows_of_a_sampler_are_drawn_by_all_rules():
     SET, max_generation_steps=2, num_samples=2, first_prompt=1
   )
   sampler: Any = BaseSampler(toy_ids.Ids())
+  sampler.transformer = None  # only images need it
   requests = EngineSampler._requests(sampler, [np.array([1])] * 2, options)
   for number, request in enumerate(requests):
     assert {**request.rules(), "seed": 7, "eos_tokens": (4, 5)} == SET.rules()

@@ -104,7 +104,12 @@ def doors(messages, tokenizer):
   prompt = {"prompt": messages}
   whole = [*messages, ANSWER]
   pair = {"chosen": whole, "rejected": [*messages, ANSWER | {"content": "no"}]}
-  context: Any = types.SimpleNamespace(tokenizer=tokenizer, check_size=lambda *_: None)
+  context: Any = types.SimpleNamespace(
+    tokenizer=tokenizer,
+    check_size=lambda *_: None,
+    settings=types.SimpleNamespace(max_image_pixels=0),
+    max_tokens=0,
+  )
   ids = {
     "episode": Conversation(tokenizer).observe(messages),
     "rollout": roles.rendered(tokenizer, messages, False),

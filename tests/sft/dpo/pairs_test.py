@@ -126,7 +126,7 @@ def test_an_answer_of_several_turns_scores_the_assistants():
     (
       ASK,
       ["b", {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
-      r'row 7: "rejected"\[0\]: "content" is list, expected a string',
+      r'row 7: "rejected"\[0\]: "content" is a list, expected a string',
     ),
     ([{"role": "user", "content": [3]}], ["a", "b"], r'"prompt"\[0\]: "content" is'),
     (None, PARTING, "differ in a turn of the role 'user' before the assistant's first"),
