@@ -89,7 +89,7 @@ def test_the_batch_is_split_over_the_axes_named(mesh_fsdp4_tp2):
 
 def test_lora_on_a_mesh_compiles_once_and_keeps_the_layout(mesh_fsdp4_tp2):
   with jax.set_mesh(mesh_fsdp4_tp2):
-    t = trainer(toys.model(lora_rank=2))
+    t = trainer(toys.model(num_layers=1, lora_rank=2))
     before = {k: x.sharding for k, x in tree.flatten(t._module.params).items()}
     with trainers.compilations() as names:
       t.train(toys.batches(3))
@@ -126,11 +126,11 @@ def test_the_model_comes_back_on_the_users_explicit_mesh(lora_rank):
   """Called, jitted, differentiated and trained on inside `set_mesh`, frozen leaves as
   well, and after it was trained under no mesh at all."""
   batches = [toys.batch(seed) for seed in range(2)]
-  plain = toys.model(lora_rank=lora_rank)
+  plain = toys.model(num_layers=1, lora_rank=lora_rank)
   trainer(plain).train(batches)
   mesh = explicit()
   with jax.set_mesh(mesh):
-    model = toys.model(lora_rank=lora_rank)
+    model = toys.model(num_layers=1, lora_rank=lora_rank)
     t = trainer(model)
     for batch in batches:
       t.train_step(batch)
@@ -148,9 +148,9 @@ def test_the_model_comes_back_on_the_users_explicit_mesh(lora_rank):
 def test_a_model_is_called_op_by_op_on_an_explicit_mesh():
   """Of one device, see above."""
   tokens = toys.batch(0)["input_tokens"]
-  want, _ = toys.model()(tokens)
+  want, _ = toys.model(num_layers=1)(tokens)
   with jax.set_mesh(jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1])):
-    got, _ = toys.model()(tokens)
+    got, _ = toys.model(num_layers=1)(tokens)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

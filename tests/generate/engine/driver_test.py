@@ -18,7 +18,7 @@ SOON = 60.0  # seconds; a compilation on a busy machine is the longest part
 
 @pytest.fixture(scope="module")
 def model():
-  return toys.model(vocab_size=600)
+  return toys.model(vocab_size=600, num_layers=1)
 
 
 @pytest.fixture
