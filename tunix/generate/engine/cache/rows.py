@@ -47,6 +47,7 @@ class Places:
     block_width: number of tokens of each block.
     block_last: int32 [N, block_width], position of the last token that each token of a
       block attends to; None: its own.
+    windowed_last: True if `block_last` is for layers with a window only.
   """
 
   slots: Leaf
@@ -55,6 +56,7 @@ class Places:
   width: int = dataclasses.field(metadata={"static": True})
   block_width: int = dataclasses.field(metadata={"static": True})
   block_last: Leaf | None = None
+  windowed_last: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -112,8 +114,9 @@ class RowLayer:
       def take(rows):
         return jnp.take(rows, p.block_slots, axis=0, mode="clip")
 
-      last = {} if p.block_last is None else {"last": p.block_last}
-      out.append(_attend(queries, take(k), take(v), at, **last, **options))
+      is_causal = p.windowed_last and options["window"] is None
+      last = None if is_causal else p.block_last
+      out.append(_attend(queries, take(k), take(v), at, last=last, **options))
     flat = jnp.concatenate([x.reshape(-1, 1, *tail) for x in out])
     return flat, dataclasses.replace(self, k=k, v=v)
 

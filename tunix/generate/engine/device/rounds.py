@@ -64,6 +64,7 @@ def run_model(
     1,
     here.tokens.shape[1],
     None if here.vectors is None else here.vectors.last,
+    model.config.grouped_layers == "sliding",
   )
   tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
   hidden, store, routes = run_tokens(
