@@ -177,7 +177,6 @@ def rope_offsets(
   """
   rows = tokens if grid.ndim == 3 else tokens.reshape(1, -1)
   grid = grid if grid.ndim == 3 else grid[None]
-  # Adjacent rows may share images, see `scatter_images`, which refuses other numbers.
   grid = jnp.repeat(grid, len(rows) // len(grid), axis=0)
   coarse = jnp.pad(grid[..., 1:] // config.vision.merge, ((0, 0), (0, 1), (0, 0)))
   is_image = rows == config.soft_token
@@ -188,9 +187,8 @@ def rope_offsets(
   )
   size = jnp.take_along_axis(coarse, jnp.minimum(owner, grid.shape[1])[..., None], 1)
   ends = is_image & (row == size[..., 0] - 1) & (column == size[..., 1] - 1)
-  surplus = jnp.prod(size, axis=-1) - jnp.max(
-    size, axis=-1
-  )  # tokens without a position
+  # The tokens of an image that take no position of their own.
+  surplus = jnp.prod(size, axis=-1) - jnp.max(size, axis=-1)
   jump, row, column, within = (
     part.reshape(tokens.shape)
     for part in (jnp.where(ends, surplus, 0), row, column, row * size[..., 1] + column)
