@@ -10,12 +10,10 @@ from PIL import Image
 from tests.models import checkpoints
 from tests.models.images import toys as processors
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.adapters import lora_modules
 from tunix.models.automodel import AutoModel
 
-# The engine samples with images of these.
-NAMES = ("gemma3", "smolvlm", "ministral3", "gemma4")
-OTHERS = ("qwen3_5", "qwen3_vl")
-ALL = (*NAMES, *OTHERS)
+NAMES = ("gemma3", "smolvlm", "ministral3", "gemma4", "qwen3_5", "qwen3_vl")
 SOFT = 79
 
 _GEMMA3 = r"""
@@ -127,7 +125,7 @@ _TOYS = {
   ),
 }
 _TOYS |= dict.fromkeys(
-  OTHERS,
+  ("qwen3_5", "qwen3_vl"),
   (
     processors._qwen(4, 2, 256, 600),
     _QWEN,
@@ -170,6 +168,13 @@ def folder(name, path):
   checkpoints.copy(f"{name}_vision", path)
   tokenizer(name).save(path)
   return processors.write(path, _TOYS[name][0])
+
+
+def adapted_modules(model):
+  """The modules for images that PEFT adapts: not the projector of Gemma 3."""
+  names = "vision_tower", "multi_modal_projector"
+  paths = list(lora_modules.adaptable(model, images=True))
+  return [name for name in names if any(path.startswith(name) for path in paths)]
 
 
 def load(path, **options) -> Any:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import toys_images
 from tunix.cli import config as config_lib, main
 from tunix.cli.commands import plan as plan_main
 from tunix.cli.commands.planning import fit as plan_fit
@@ -67,17 +68,23 @@ def trainer_of(config, model, mesh, *, of_shapes):
     (KTO, {"scoring", "first column", "policy scoring", "join", "kl estimate"}),
     (DISTILL, {"scoring"}),
     (ON_POLICY, {"unstack", "prefill", "decode", "scoring"}),
+    (TINY[2:], set()),
   ],
-  ids=["sft", "dpo", "kto", "distill", "on_policy"],
+  ids=["sft", "dpo", "kto", "distill", "on_policy", "images"],
 )
 def test_the_programs_are_those_of_the_run(words, scored, tmp_path):
   mesh = topology.find("cpu:8").mesh(MESH)
+  image_tokens = 0
+  if words == TINY[2:]:
+    folder, image_tokens = toys_images.folder("smolvlm", tmp_path / "model"), 8
+    words = (f"--model.path={folder}", "--lora.rank=2", *words)
   if "--job=distill" in words:
     teacher = loading.ModelLoader(config_lib.load(TINY), None).model()
     safetensors_saver.save_pretrained(teacher, tmp_path)
     words = (*words, f"--distill.teacher={tmp_path}")
   config = plan_main.settled(config_lib.load(words), MESH)
-  batch = JOBS[config.job].example(config)
+  batch = plan_main._example(config, image_tokens)
+  assert ("images" in batch) == (image_tokens > 0)
   with mesh_lib.use_mesh(mesh):
     real = trainer_of(
       config, loading.ModelLoader(config, mesh).model(), mesh, of_shapes=False
@@ -86,10 +93,17 @@ def test_the_programs_are_those_of_the_run(words, scored, tmp_path):
     made = trainer_of(config, shapes, mesh, of_shapes=True)
     planned = training.of_trainer(made, batch)
     text = planned["train step"].lowered.as_text()
+    assert ("8x2x24x24x3" in text) == (image_tokens > 0)
     assert text == real.lower_train_step(batch).as_text()
   assert planned.keys() == {"train step", "evaluation", *scored}
   held = jax.tree.leaves((real.optimizer.opt_state, jax.tree.leaves(real.model)))
   assert all(isinstance(x, jax.Array) for x in held)
+
+
+def test_images_are_planned_for_models_that_read_them(capsys):
+  words = ["plan", *TINY, "--topology=cpu:8", "--image-tokens=8"]
+  assert main.main(words) == 2
+  assert "a folder whose model reads images" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -43,14 +43,13 @@ def suits(model: nnx.Module, gather_weights: GatherWeights = None) -> bool:
   split, the engine therefore runs only in one process, over `fsdp` alone, and with
   weights whose layout is split for decoding: the heads of its cache are then split as
   well. In any other layout every device would hold the cache of all slots, where the
-  padded sampler gives each device its own rows. The engine takes no images of models
-  whose `embeds_alone` is False, see `VisionLanguageModel`.
+  padded sampler gives each device its own rows.
 
   Args:
     model: the model.
     gather_weights: layout of its weights in the token loop, see `Sampler`.
   """
-  if not isinstance(model, Transformer) or not getattr(model, "embeds_alone", True):
+  if not isinstance(model, Transformer):
     return False
   mesh = requests.mesh_of(nnx.state(model))
   shards = requests.limits_of(model, mesh, None).shards

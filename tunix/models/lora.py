@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on the decoder's layers.
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on the layers of a model.
 
 y = x W + (alpha / r) x A B, where A [in, r] is random and B [r, out] is zero at first,
 so that a new adapter changes nothing. A and B are `nnx.LoRAParam`s in the module whose
@@ -54,6 +54,7 @@ ALL_LINEAR = (
   "up_proj",
   "down_proj",
 )
+_EVERY = "all-linear"
 # What models of some families have in their place, or besides: fused projections,
 # latent attention and recurrent mixers. The small maps of a gated delta net (a rate and
 # a decay for each head) get no adapter by default.
@@ -73,11 +74,12 @@ class LoraConfig:
   Attributes:
     rank: rank r of the adapters.
     alpha: the adapter's output is scaled by alpha / rank; None means alpha = rank.
-    targets: the adapted modules. The default ("all-linear" in the command) is every
-      linear layer of attention and feed-forward, experts included, and no router,
+    targets: the adapted modules. The default ("all-linear") is every linear layer of
+      attention and feed-forward of the text model, experts included, and no router,
       embedding or head. Each target is the last parts of a module's path ("q_proj",
       "attn.q_proj") or a regular expression for a whole path (r"layers\\..*_proj").
-      Each target must match a module.
+      "vision_tower" and "multi_modal_projector" are all linear layers of these modules,
+      to which last parts do not apply. Each target must match a module.
     dtype: dtype of A and B. It is float32 by default on a bfloat16 base too, because
       bfloat16 loses small updates.
     dropout: probability that an element of A's input is dropped in training.
@@ -282,7 +284,7 @@ def config_of(model: Transformer) -> LoraConfig | None:
   return LoraConfig(
     rank=rank,
     alpha=alpha,
-    targets=tuple(dict.fromkeys(path.rpartition(".")[2] for path in adapters)),
+    targets=tuple(dict.fromkeys(map(_target_of, adapters))),
     dtype=lora_modules.pair_of(first)[0].dtype,
     dropout=first.lora_dropout,
     use_rslora=rslora,
@@ -294,6 +296,11 @@ def config_of(model: Transformer) -> LoraConfig | None:
   )
 
 
+def _target_of(path: str) -> str:
+  last = path.rpartition(".")[2]
+  return last if lora_modules.hits(last, path) else re.escape(path)
+
+
 def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   """Returns the paths of the modules that the targets select, in the model's order.
 
@@ -301,13 +308,16 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
     ValueError: see `apply`.
   """
   lora_modules.require_bare(model)
-  if targets == ALL_LINEAR:  # a model has some of these names
+  if targets == ALL_LINEAR:
+    targets = (_EVERY,)
+  if _EVERY in targets:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
     names = [*ALL_LINEAR, *_OF_SOME]
     if any(isinstance(module, Mamba2) for _, module in nnx.iter_modules(model)):
       names.remove("out_proj")  # kernels of Mamba read the bare weight; PEFT refuses it
-    targets = tuple(x for x in names if any(lora_modules.hits(x, p) for p in paths))
-  return lora_modules.select(model, targets)
+    every = (x for x in names if any(lora_modules.hits(x, p) for p in paths))
+    targets = (*every, *(x for x in targets if x != _EVERY))
+  return lora_modules.select(model, targets, images=True)
 
 
 def describe(model: Transformer) -> str:

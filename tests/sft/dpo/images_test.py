@@ -42,7 +42,11 @@ def batches(
   return list(build_batches(source, batch_size=size, shuffle=False))
 
 
-@pytest.fixture(scope="module", params=(*toys_images.NAMES, "qwen3_vl"))
+# Qwen3.5 reads images as Qwen3-VL does.
+FAMILIES = [name for name in toys_images.NAMES if name != "qwen3_5"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
   """(name, folder, model, batches of pairs) of a family."""
   folder, name = tmp_path_factory.mktemp(request.param), request.param
@@ -131,7 +135,7 @@ def test_a_global_batch_gives_one_update_however_it_is_cut(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", toys_images.NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_eight_devices_give_the_gradient_of_one(name, shared, tmp_path, mesh_fsdp8):
   folder = toys_images.folder(name, tmp_path / "model")
   config = toys_images.load(folder).config

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
@@ -51,8 +53,8 @@ from tunix.utils import mesh as mesh_lib, terminal
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
-                  [--ship FOLDER [--ship-key FILE]] [--json | --markdown]
-                  [--KEY.SUB=VALUE ...]
+                  [--image-tokens N] [--ship FOLDER [--ship-key FILE]]
+                  [--json | --markdown] [--KEY.SUB=VALUE ...]
        tunix plan serve MODEL --topology NAME [options of `tunix serve`]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and
@@ -69,6 +71,7 @@ config.json of a folder.
   --mesh AXES      instead of the configuration's mesh; without either, fsdp over all
   --fit            also find the largest micro-batch that fits, or settings that make
                    the run fit
+  --image-tokens N the rows of the job sft have images of N tokens (0)
   --ship FOLDER    also write the compiled programs: `tunix train CONFIG
                    --compilation_cache=FOLDER` loads them instead of compiling
   --ship-key FILE  also sign FOLDER with the key in FILE, which `tunix train` then needs
@@ -93,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
   parser = Parser("tunix plan", "")
   for name in ("--topology", "--mesh", "--ship", "--ship-key"):
     parser.add_argument(name)
+  parser.add_argument("--image-tokens", type=int, default=0)
   for name in ("--fit", "--json", "--markdown"):
     parser.add_argument(name, action="store_true")
   args, words = parser.parse_known_args(list(argv))
@@ -107,8 +111,9 @@ def main(argv: Sequence[str]) -> int:
   elif args.mesh is not None:
     mesh = plan_serve.axes(args.mesh)
   config = config_lib.load(words)
-  shipping = {"ship": args.ship, "ship_key": args.ship_key}
-  estimate = plan(config, args.topology, mesh, fit=args.fit, **shipping)
+  options = {"fit": args.fit, "image_tokens": args.image_tokens}
+  options |= {"ship": args.ship, "ship_key": args.ship_key}
+  estimate = plan(config, args.topology, mesh, **options)
   return plan_serve.show(estimate, json=args.json, markdown=args.markdown)
 
 
@@ -118,6 +123,7 @@ def plan(
   mesh: dict[str, int] | None = None,
   *,
   fit: bool = False,
+  image_tokens: int = 0,
   ship: str | None = None,
   ship_key: str | None = None,
 ) -> RunEstimate:
@@ -129,6 +135,7 @@ def plan(
     mesh: {axis: size}; None: the mesh of the configuration, or fsdp over all devices.
     fit: also search for the largest micro-batch that fits, or for settings that make
       the run fit. The step is compiled several more times.
+    image_tokens: number of soft tokens of the images in a row; 0: there are none.
     ship: folder for the compiled programs (see `tunix.plan.shipped`). Nothing is
       written if a program does not fit.
     ship_key: file with the key that signs the folder; None: it is not signed.
@@ -137,13 +144,14 @@ def plan(
 
   Raises:
     ValueError: the topology does not exist, the mesh does not match its devices,
-      settings contradict each other, `ship_key` is no file with a key, or `ship` is
-      given for GPUs that are not there.
+      settings contradict each other, the job or the model plans no images,
+      `ship_key` is no file with a key, or `ship` is given for GPUs that are not there.
     ImportError: libtpu, or the compiler for GPUs, is missing.
     FileNotFoundError: there is no such model.
     OSError: `ship` cannot be written.
   """
-  options = {"fit": fit, "ship": ship, "ship_key": ship_key}
+  options = {"fit": fit, "image_tokens": image_tokens}
+  options |= {"ship": ship, "ship_key": ship_key}
   return apart.plan(_plan, config, topology, mesh, **options)
 
 
@@ -153,6 +161,7 @@ def _plan(
   mesh: dict[str, int] | None,
   *,
   fit: bool,
+  image_tokens: int,
   ship: str | None,
   ship_key: str | None,
 ) -> RunEstimate:
@@ -181,12 +190,15 @@ def _plan(
       cache = held.enter_context(tempfile.TemporaryDirectory())
       held.enter_context(shipped.cache_in(cache))
     trainer = _trainer(config, grid, sampling)
-    records = _records(config, trainer, grid)
+    records = _records(config, trainer, grid, image_tokens)
     out = _estimate(config, trainer, records, grid, where, sampling)
     if ship is not None:
-      message = _ship(ship, cache, config, trainer, grid, records, out.fits, key)
+      batches = _example(config, image_tokens), *job.shorter(config)
+      message = _ship(ship, cache, trainer, grid, batches, records, out.fits, key)
       out = dataclasses.replace(out, shipped=message)
-  return dataclasses.replace(out, advice=advise(config, grid, out)) if fit else out
+  if not fit:
+    return out
+  return dataclasses.replace(out, advice=advise(config, grid, out, image_tokens))
 
 
 def _estimate(
@@ -237,9 +249,9 @@ def _estimate(
 def _ship(
   folder: str,
   cache: str,
-  config: RunSettings,
   trainer: PeftTrainer | RLLearner,
   mesh: Mesh,
+  batches: Sequence[Any],
   records: dict[str, ProgramRecord],
   fits: bool | None,
   key: bytes | None,
@@ -247,9 +259,8 @@ def _ship(
   """Writes the compiled programs, and those of other sizes; returns a summary."""
   if fits is False:
     return "nothing is shipped of a run that does not fit"
-  job = JOBS[config.job]
   with programs.recording(records, all_sizes=True):
-    for batch in (job.example(config), *job.shorter(config)):
+    for batch in batches:
       _lower(trainer, batch, mesh)
   names = []
   for name, first in records.items():
@@ -271,11 +282,32 @@ def _lower(trainer: PeftTrainer | RLLearner, batch: Any, mesh: Mesh) -> None:
     trainer.lower_train_step(batch)
 
 
+def _example(config: RunSettings, image_tokens: int) -> Any:
+  """Returns a global batch; rows of the job sft have blank images of so many tokens."""
+  batch = JOBS[config.job].example(config)
+  if not image_tokens:
+    return batch
+  reader = loading.ModelLoader(config).image_reader() if config.job == "sft" else None
+  if reader is None or image_tokens < 0:
+    raise ValueError(
+      f"--image-tokens is {image_tokens}, the job {config.job} and the model "
+      f"{config.model.path or config.model.name}; expected a positive number, sft and "
+      "a folder whose model reads images (model.images=true). Leave --image-tokens out"
+    )
+  rows = config.training.global_batch_size
+  one = reader.processor.row([], image_tokens)
+  images = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *x.shape)), one)
+  return {**batch, "images": images}
+
+
 def _records(
-  config: RunSettings, trainer: PeftTrainer | RLLearner, mesh: Mesh
+  config: RunSettings,
+  trainer: PeftTrainer | RLLearner,
+  mesh: Mesh,
+  image_tokens: int = 0,
 ) -> dict[str, ProgramRecord]:
   """Returns {name: program} of a step."""
-  batch = JOBS[config.job].example(config)
+  batch = _example(config, image_tokens)
   if isinstance(trainer, RLLearner):
     return rl.of_learner(trainer, batch)  # enters the mesh of each role
   with mesh_lib.use_mesh(mesh):
@@ -366,7 +398,9 @@ def _trainer(config: RunSettings, mesh: Mesh, sampling: Mesh | None = None) -> A
     return JOBS[config.job].build(loaded)
 
 
-def advise(config: RunSettings, mesh: Mesh, estimate: RunEstimate) -> str:
+def advise(
+  config: RunSettings, mesh: Mesh, estimate: RunEstimate, image_tokens: int = 0
+) -> str:
   """Searches for settings that fill the chips or fit into them; returns a sentence."""
   if estimate.memory_bytes is None:
     raise ValueError(
@@ -382,7 +416,7 @@ def advise(config: RunSettings, mesh: Mesh, estimate: RunEstimate) -> str:
     )
 
   def peak(config: RunSettings) -> int:
-    records = _records(config, _trainer(config, mesh), mesh)
+    records = _records(config, _trainer(config, mesh), mesh, image_tokens)
     return program.peak_of(records[STEP]) + residents.beside(records)[STEP]
 
   shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))

@@ -151,13 +151,6 @@ class Engine:
         "expected at most one. Leave the draft model out (prompt lookup drafts too)"
       )
     soft = images_lib.soft_token(self._model)
-    if not self._model.embeds_alone:
-      raise ValueError(
-        f"the prompt has images and the model is a {type(self._model).__name__}, whose "
-        "images also change rotary positions; expected a model whose images change "
-        "embeddings alone. Sample with the padded sampler (rollout.engine=padded, "
-        "generate.sampler.Sampler)"
-      )
     if soft >= self.vocab_size:
       return request
     bias = {**request.logit_bias, soft: -math.inf}

@@ -232,7 +232,7 @@ def _peft_targets(
   """
   full = {part.name for group in parts.values() for part in group}
   short = {name.rpartition(".")[2] for name in full}
-  for path in lora_modules.adaptable(model):
+  for path in lora_modules.adaptable(model, images=True):
     same = [x for x in _names(model, family, path) if x.rpartition(".")[2] in short]
     if not full.issuperset(same):
       return sorted(full)
@@ -374,7 +374,7 @@ def _read(
   """
   out: dict[str, Adapter] = {}
   used: set[str] = set()
-  modules = lora_modules.adaptable(model)
+  modules = lora_modules.adaptable(model, images=True)
   wholes = adapter_parameters.names(model, family)
   fused = [name for names in wholes.values() for name in names]
   fused = adapter_parameters.targeted(fused, peft)

@@ -1,4 +1,4 @@
-"""Linear maps of the decoder and their adapters, for `lora` and the saver."""
+"""Linear maps of a model and their adapters, for `lora` and the saver."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ from tunix.models.transformer.dense.layers import Linear, column_norms, magnitud
 from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
+
+# The modules of a model that reads images, and the linear maps of theirs that PEFT
+# adapts too.
+IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
+_OF_IMAGES = ("vision_tower.layers.", "multi_modal_projector.")
 
 Shardings = tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]
 
@@ -65,18 +70,29 @@ def hits(target: str, path: str) -> bool:
   """Returns True if a target selects a module.
 
   A target is the last parts of a module's path, or a regular expression for the path.
+  Last parts select nothing in `IMAGE_MODULES`, so that "q_proj" does not mean the
+  layers of a vision tower. The name of one of them selects all that is in it.
   """
-  return f".{path}".endswith(f".{target}") or bool(re.fullmatch(target, path))
+  if (root := path.partition(".")[0]) in IMAGE_MODULES and target == root:
+    return True
+  ends = root not in IMAGE_MODULES and f".{path}".endswith(f".{target}")
+  return ends or bool(re.fullmatch(target, path))
 
 
-def select(model: Transformer, targets: Iterable[str]) -> list[str]:
+def select(
+  model: Transformer, targets: Iterable[str], *, images: bool = False
+) -> list[str]:
   """Returns the paths of the modules that the targets select, in the model's order.
+
+  Args:
+    model, images: see `adaptable`.
+    targets: see `hits`.
 
   Raises:
     ValueError: a target matches no module that can be adapted; the message lists the
       modules.
   """
-  paths = list(adaptable(model))
+  paths = list(adaptable(model, images=images))
   chosen: set[str] = set()
   for target in targets:
     matched = [path for path in paths if hits(target, path)]
@@ -97,13 +113,19 @@ def linears(model: Transformer) -> dict[str, Linear]:
   }
 
 
-def adaptable(model: Transformer) -> dict[str, Linear]:
+def adaptable(model: Transformer, *, images: bool = False) -> dict[str, Linear]:
   """Returns the linear maps that can have an adapter: those of the layers.
 
   An adapter on the embedding or unembedding would not be trained: losses use the
   unembedding's kernel and not its call.
+
+  Args:
+    model: the model.
+    images: include the layers of a vision tower, and its projector.
   """
-  return {p: m for p, m in linears(model).items() if p.startswith("layers.")}
+  roots = ("layers.", *_OF_IMAGES) if images else "layers."
+  modules = linears(model).items()
+  return {p: m for p, m in modules if p.startswith(roots) and m.is_module}
 
 
 def adapted(model: Transformer) -> dict[str, Linear]:

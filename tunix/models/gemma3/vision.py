@@ -70,6 +70,7 @@ class Projector(nnx.Module):
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
     self.mm_soft_emb_norm = make.norm(c.embed_dim, c.norm_eps, offset=1.0)
     self.mm_input_projection = make.linear(c.embed_dim, text_dim, "in_out")
+    self.mm_input_projection.is_module = False
 
   def __call__(self, patches: Float[Array, "n P Dv"]) -> Float[Array, "n S D"]:
     """Averages squares of patches, normalizes the averages and projects them.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from tunix.models.transformer.config import (
   REMAT_POLICIES,
@@ -108,6 +109,20 @@ class VisionLanguageConfig(TransformerConfig):
     edge, patches along the edge of a soft token.
     """
     raise NotImplementedError
+
+  def rope_offsets(
+    self,
+    tokens: Int[Array, "B T"],
+    images: Any,
+    segment_ids: Int[Array, "B T"] | None = None,
+  ) -> Int[Array, "B T R/2"] | None:
+    """Returns what images change rotary positions by; None: they do not.
+
+    Args:
+      tokens, images, segment_ids: see `VisionLanguageModel.__call__`.
+    """
+    del tokens, images, segment_ids
+    return None
 
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack with the parameter `path`."""

@@ -33,7 +33,7 @@ def constant(value: jax.Array) -> Constant:
 
 
 def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
-  """Gives all parameters of a tower but constants another type, in place.
+  """Gives the weights of a tower another type, in place; not constants or adapters.
 
   Args:
     tower: the tower; constructors of towers call this with `FrozenParam`.
@@ -41,7 +41,7 @@ def retype(tower: nnx.Module, kind: type[nnx.Param]) -> None:
   """
   for _, module in nnx.iter_modules(tower):
     for name, old in list(vars(module).items()):
-      if isinstance(old, nnx.Param) and not isinstance(old, Constant):
+      if type(old) in (nnx.Param, FrozenParam):
         spec = old.get_metadata("out_sharding")
         new = kind(old.get_value(), out_sharding=spec, eager_sharding=False)
         setattr(module, name, nnx.data(new))

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from tunix.models.transformer.cache import KVCache
+from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.shards import explicit
 from tunix.models.vision.config import VisionLanguageConfig
@@ -29,15 +30,12 @@ class VisionLanguageModel(Transformer):
     multi_modal_projector: makes the vectors of the soft tokens from them.
     attends_within_images: True if the tokens of an image attend to each other in both
       directions; else attention is causal.
-    embeds_alone: True if images change only the embeddings of their tokens; False if
-      they also change rotary positions, or the input of later layers.
   """
 
   config: VisionLanguageConfig
   vision_tower: nnx.Module
   multi_modal_projector: nnx.Module
   attends_within_images = False
-  embeds_alone = True
 
   @explicit.auto_inside(explicit.call_specs)
   def __call__(
@@ -102,7 +100,8 @@ class VisionLanguageModel(Transformer):
       nothing = jnp.zeros_like(x)
       added = [scatter_images(nothing, tokens, each, soft) for each in deeper]
       options["deepstack"] = jnp.stack(added)
-    return options
+    offsets = self.config.rope_offsets(tokens, images, segment_ids)
+    return options if offsets is None else options | {"rope_offsets": offsets}
 
   def features_of_layers(self, images: Any) -> Sequence[jax.Array]:
     """Returns `image_features`, and the vectors that early layers add to them."""
@@ -110,8 +109,14 @@ class VisionLanguageModel(Transformer):
 
   def position_shift(self, tokens: Int[Array, "B T"], images: Any) -> jax.Array:
     """Returns what positions after rows with images change by, int32 [B]."""
-    del images
-    return jnp.zeros(len(tokens), jnp.int32)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=-1)  # the next token
+    offsets = self.config.rope_offsets(tokens, images)
+    return jnp.zeros(len(tokens), jnp.int32) if offsets is None else offsets[:, -1, 0]
+
+  def _count_rows(self, rows: int) -> None:
+    """Counts the rows of the tower's input for the dropout of its adapters."""
+    dropout.advance(self.vision_tower, rows)
+    dropout.advance(self.multi_modal_projector, rows)
 
   def train_tower(self) -> None:
     """Makes the tower's parameters trainable, in place; new models freeze them.
@@ -131,6 +136,7 @@ class VisionLanguageModel(Transformer):
     with jax.named_scope("vision"):
       lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
       features = self.multi_modal_projector(self.vision_tower(flat))
+      self._count_rows(len(flat))
       return features.reshape(*lead, *features.shape[1:])
 
 
@@ -168,5 +174,6 @@ class PatchesModel(VisionLanguageModel):
     with jax.named_scope("vision"):
       patches = self.vision_tower(values, grid)
       features = self.multi_modal_projector(patches, grid)
+      self._count_rows(len(values))
     several = features if isinstance(features, list) else [features]
     return [x[:, None] for x in several] if by_row else several

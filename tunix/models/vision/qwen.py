@@ -128,6 +128,10 @@ class QwenImagesConfig(VisionLanguageConfig):
     axes = pairs % 3
     return np.where(pairs < 3 * np.asarray(self.mrope_sections)[axes], axes, 0)
 
+  def rope_offsets(self, tokens, images, segment_ids=None) -> jax.Array:
+    """See `VisionLanguageConfig`."""
+    return rope_offsets(tokens, jnp.asarray(images[1]), self, segment_ids)
+
 
 def places(grid: Int[Array, "n N 3"], count: int, merge: int) -> Places:
   """Returns the places of patches that lie image by image and square by square.
@@ -339,23 +343,9 @@ class QwenImages(PatchesModel):
   config: QwenImagesConfig
   vision_tower: QwenTower
   multi_modal_projector: Projector
-  embeds_alone = False
 
   def __init__(self, config: QwenImagesConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     tower = in_model(config.vision, config)
     self.vision_tower = QwenTower(tower, rngs=rngs)
     self.multi_modal_projector = Projector(tower, config.embed_dim, rngs=rngs)
-
-  def image_options(self, tokens, images, segment_ids) -> dict[str, Any]:
-    """See `VisionLanguageModel`."""
-    options = super().image_options(tokens, images, segment_ids)
-    grid = jnp.asarray(images[1])
-    return options | {
-      "rope_offsets": rope_offsets(tokens, grid, self.config, segment_ids)
-    }
-
-  def position_shift(self, tokens: Int[Array, "B T"], images: Any) -> jax.Array:
-    """See `VisionLanguageModel`."""
-    tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=-1)  # the next token
-    return rope_offsets(tokens, jnp.asarray(images[1]), self.config)[:, -1, 0]

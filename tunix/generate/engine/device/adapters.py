@@ -256,8 +256,8 @@ class AdapterBank:
       names = ", ".join(dict.fromkeys(x.split(".", 2)[2] for x in self._places))
       raise ValueError(
         f"adapter {name!r} adapts {path}; expected only {names} of the model's layers, "
-        "because the engine adapts no experts and routers. Merge the adapter and run "
-        "the merged model"
+        "because the engine adapts no experts, routers and vision towers. Merge the "
+        "adapter and run the merged model"
       )
     (rows, _), (_, outputs) = self._places[path].shapes
     rank = a.shape[-1]

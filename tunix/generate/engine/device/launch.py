@@ -234,6 +234,7 @@ def _run_drafts(
   hidden, store, routes = rounds_lib.run_tokens(
     *(model, bank, carry.store, jnp.maximum(tokens, 0).reshape(-1), places),
     records="routes" in rules.uses,
+    shift=None if slots.shift is None else jnp.repeat(slots.shift, width),
   )
   # Every position draws its token at once; which of them count is seen afterwards.
   index = slots.index[:, None] + jnp.arange(width)

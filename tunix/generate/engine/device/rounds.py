@@ -71,6 +71,7 @@ def run_model(
     *(model, bank, store, tokens, places),
     records="routes" in rules.uses,
     vectors=here.vectors,
+    shift=slots.shift,
   )
   first, own = here.draws >= 0, jnp.arange(batch)
   picked = jnp.where(first, batch + here.draws, own)
@@ -143,6 +144,7 @@ def run_tokens(
   *,
   records: bool,
   vectors: Vectors | None = None,
+  shift: jax.Array | None = None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
   """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None.
 
@@ -150,19 +152,21 @@ def run_tokens(
     model, bank, store, tokens, places: see `hidden_of`.
     records: return the routes.
     vectors: vectors that replace the embeddings of the last tokens, those of blocks.
+    shift: what is added to the rotary positions of the first tokens; None: nothing.
   """
   if bank is not None:
     state, numbers = bank
     # Tokens that no slot owns have the number behind the last slot.
     model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
-  options = {}
-  if vectors is not None:
-    options["input_embeddings"] = _embedded(model, tokens, vectors)[:, None]
+  options = {} if vectors is None else _image_options(model, tokens, vectors)
+  positions = places.positions
+  if shift is not None:
+    positions += jnp.pad(shift, (0, len(positions) - len(shift)))
 
   def run():
     return model(
       tokens[:, None],
-      places.positions[:, None],
+      positions[:, None],
       store.at(places),
       return_hidden=True,
       **options,
@@ -175,15 +179,26 @@ def run_tokens(
   return hidden[:, 0], store.after(cache), None
 
 
-def _embedded(model: Any, tokens: jax.Array, vectors: Vectors) -> jax.Array:
-  """Returns the embeddings [T, D] of tokens, with the vectors in their places."""
+def _image_options(
+  model: Any, tokens: jax.Array, vectors: Vectors
+) -> dict[str, jax.Array]:
+  """Returns the arguments of the model that come from images; see `Vectors`."""
   index = vectors.index.reshape(-1)
-  index = jnp.pad(index, (tokens.shape[0] - index.shape[0], 0), constant_values=-1)
+  others = tokens.shape[0] - index.shape[0]
+  index = jnp.pad(index, (others, 0), constant_values=-1)
   is_image = index >= 0
   # The id of a soft token may exceed the vocabulary.
-  x = model.embed(jnp.where(is_image, 0, tokens)[:, None])[:, 0]
+  x = model.embed(jnp.where(is_image, 0, tokens)[:, None])
   taken = vectors.table[jnp.maximum(index, 0)].astype(x.dtype)
-  return jnp.where(is_image[:, None], taken, x)
+  first, *deeper = jnp.split(taken[:, None], taken.shape[1] // x.shape[2], axis=2)
+  is_image = is_image[:, None, None]
+  options = {"input_embeddings": jnp.where(is_image, first, x)}
+  if deeper:
+    options["deepstack"] = jnp.where(is_image, jnp.stack(deeper), 0)
+  if (rope := vectors.rope) is not None:
+    rope = jnp.pad(rope.reshape(-1, rope.shape[-1]), ((others, 0), (0, 0)))
+    options["rope_offsets"] = rope[:, None]
+  return options
 
 
 def logits_of(model: Any, hidden: jax.Array) -> jax.Array:

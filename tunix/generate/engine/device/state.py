@@ -30,6 +30,8 @@ class Slots:
     stop_ids: int32 [B, E], ids that end it, padded by `batching.NO_TOKEN`.
     history: int32 [B, M], all tokens, for drafts; [B, 0] without.
     drafted: int32 [B], number of tokens with keys of the draft model.
+    shift: int32 [B], what images change the rotary position of `last` by; None: the
+      engine has had no images that do.
   """
 
   last: Leaf
@@ -41,6 +43,7 @@ class Slots:
   stop_ids: Leaf
   history: Leaf
   drafted: Leaf
+  shift: Leaf | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -80,16 +83,20 @@ class Vectors(NamedTuple):
   """The vectors of images in blocks.
 
   Attributes:
-    table: the vectors [F, D].
+    table: the vectors [F, n D]: those of the embeddings, and those that are added
+      after the first n - 1 layers.
     index: int32 [R, N, Q], row of the table that replaces the embedding of each token;
       -1: none.
     last: int32 [R, N, Q], position of the last token that each token attends to; None:
       its own.
+    rope: int32 [R, N, Q, R/2], what is added to the rotary positions of each token;
+      None: nothing.
   """
 
   table: Leaf
   index: Leaf
-  last: Leaf | None
+  last: Leaf | None = None
+  rope: Leaf | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,10 @@ BIASES = 320  # most ids with a bias; OpenAI's API allows 300
 Running = Seq[Sequence | None]
 
 
-def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
-  """Returns the state of the slots before a launch."""
+def slots_of(
+  running: Running, plan: Plan, config: EngineConfig, shifts: bool = False
+) -> Slots:
+  """Returns the state of the slots before a launch; `shifts`: with `Slots.shift`."""
   count, drafts = config.slots, config.draft_tokens
 
   def numbers():
@@ -40,6 +42,7 @@ def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
     stop_ids=np.full((count, STOP_IDS), batching.NO_TOKEN, np.int32),
     history=np.full((count, config.max_tokens if drafts else 0), -1, np.int32),
     drafted=numbers(),
+    shift=numbers() if shifts else None,
   )
   for at, s in enumerate(running):
     if s is None:
@@ -48,6 +51,8 @@ def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
     slots.index[at], slots.limit[at] = s.drawn, s.limit
     slots.active[at], slots.drafted[at] = s.is_decoding, s.drafted
     slots.stop_ids[at, : len(s.stop_ids)] = s.stop_ids
+    if shifts and s.images is not None:
+      slots.shift[at] = s.images.shift
     if drafts:
       slots.history[at, : s.length] = s.known
   for fork in plan.forks:
@@ -120,7 +125,7 @@ def blocks_of(
     forks: first tokens that are drawn for followers.
     width: number N of blocks of a round, those that only fill it included.
     config: sizes of the engine.
-    vectors_of: returns the vectors [n, D] of a prompt's images.
+    vectors_of: returns the vectors of a prompt's images, see `Vectors.table`.
   """
   shape, size = (config.rounds, width), config.page_tokens
   blocks = Blocks(
@@ -166,6 +171,7 @@ def _vectors(
   index = np.full(shape, -1, np.int32)
   last = np.zeros(shape, np.int32)
   tables, used, both_ways = [], 0, False
+  rope: np.ndarray | None = None
   for number, each in enumerate(rounds):
     for n, block in enumerate(each):
       places, end = block.sequence.images, block.start + block.count
@@ -174,7 +180,10 @@ def _vectors(
         continue
       vectors = places.vector[block.start : end]
       is_image = vectors >= 0
-      if not is_image.any():
+      if (turned := places.turned(block.start, end)) is not None:
+        rope = np.zeros((*shape, turned.shape[1]), np.int32) if rope is None else rope
+        rope[number, n, : block.count] = turned
+      elif not is_image.any():
         continue
       tables.append(vectors_of(places.images)[vectors[is_image]])
       at = used + np.cumsum(is_image) - 1
@@ -187,4 +196,4 @@ def _vectors(
     return None
   rows = np.zeros((batching.bucket(used), tables[0].shape[1]), tables[0].dtype)
   rows[:used] = np.concatenate(tables)
-  return Vectors(rows, index, last if both_ways else None)
+  return Vectors(rows, index, last if both_ways else None, rope)

@@ -21,8 +21,10 @@ from tunix.generate.engine.scheduling.text import TextReader
 from tunix.generate.padded import requests as requests_lib
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.images.prompt_images import PromptImages
 from tunix.models.transformer.experts import route_records
 from tunix.models.transformer.model import Transformer
+from tunix.models.vision.config import VisionLanguageConfig
 
 
 def sequences_of(
@@ -101,7 +103,8 @@ def _image_places(
   if r.images is None:
     return None
   places = ImagePlaces.of(
-    r.prompt, r.images, model.config.soft_token, model.attends_within_images
+    *(r.prompt, r.images, model.config.soft_token, model.attends_within_images),
+    _rope(model.config, r.prompt, r.images),
   )
   if places.last is not None and not keepers.has_rows(model, config):
     raise ValueError(
@@ -119,6 +122,23 @@ def _image_places(
       f"least {needed}, so that one round prefills them. Raise it"
     )
   return places
+
+
+def _rope(
+  config: VisionLanguageConfig, prompt: np.ndarray, images: PromptImages
+) -> np.ndarray | None:
+  """Returns `ImagePlaces.rope`."""
+  tokens = np.full(batching.bucket(len(prompt) + 1), batching.NO_TOKEN, np.int32)
+  tokens[: len(prompt)] = prompt
+  offsets = _rope_offsets(config, tokens, images.pixels)
+  return None if offsets is None else np.asarray(offsets)[0, : len(prompt) + 1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rope_offsets(
+  config: VisionLanguageConfig, tokens: jax.Array, pixels: Any
+) -> jax.Array | None:
+  return config.rope_offsets(tokens[None], jax.tree.map(lambda x: x[None], pixels))
 
 
 def _check_sizes(ticket: Ticket, stop_ids: Seq[int], config: EngineConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -84,6 +85,7 @@ class Device:
     self._vectors = weakref.WeakKeyDictionary()
     self.routes = route_records.form_of(model) if config.record_routes else None
     self._uses = frozenset({"routes"} if config.record_routes else ())
+    self._shifts = False  # images have changed rotary positions
     self.set_model(model)
 
   def set_model(self, model: Transformer) -> None:
@@ -121,6 +123,7 @@ class Device:
     c = self._config
     # Once used, always compiled for: there are few kinds of programs in a life.
     self._uses = self._uses.union(*(s.uses for s in running if s))
+    self._shifts |= any(s and s.images and s.images.shift for s in running)
     tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
     self._mesh = mesh
@@ -132,7 +135,8 @@ class Device:
       width = c.rounds * (1 + c.draft_tokens)
       slots, out = programs.call(
         "engine start", _start,
-        arrays.slots_of(running, plan, c), width, tops, self.routes, c.record_head,
+        arrays.slots_of(running, plan, c, self._shifts),
+        width, tops, self.routes, c.record_head,
       )  # fmt: skip
       draft_store = None if draft is None else draft.take_store()
       carry = Round(slots, keeper.store, out, draft_store)
@@ -318,11 +322,12 @@ class Device:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(graph: nnx.GraphDef[Any], state: nnx.State, pixels: Any) -> jax.Array:
-  """Returns the vectors [n, D] of the images of one row."""
+  """Returns the vectors of the images of one row, see `Vectors.table`."""
   model: Any = nnx.merge(graph, state)
-  features = model.image_features(jax.tree.map(lambda x: x[None], pixels))
+  layers = model.features_of_layers(jax.tree.map(lambda x: x[None], pixels))
+  rows = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in layers], axis=1)
   # Replicated, because every process reads the whole result.
-  return mesh_lib.constrain(features.reshape(-1, features.shape[-1]))
+  return mesh_lib.constrain(rows)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""The soft tokens of a prompt with images: their vectors, and what they attend to."""
+"""The soft tokens of a prompt: their vectors, positions, and what they attend to."""
 
 from __future__ import annotations
 
@@ -19,26 +19,46 @@ class ImagePlaces:
       tokens of text.
     last: int32 [T], the last position that each token attends to, if the tokens of an
       image attend to each other in both directions; None: its own.
+    rope: int32 [T + 1, R/2], what is added to the rotary positions of each token and of
+      the one after the prompt, see `Transformer.__call__`; None: nothing.
   """
 
   images: PromptImages
   vector: np.ndarray
   last: np.ndarray | None
+  rope: np.ndarray | None = None
 
   @classmethod
   def of(
-    cls, prompt: np.ndarray, images: PromptImages, soft_token: int, both_ways: bool
+    cls,
+    prompt: np.ndarray,
+    images: PromptImages,
+    soft_token: int,
+    both_ways: bool,
+    rope: np.ndarray | None = None,
   ) -> ImagePlaces:
     """Finds the soft tokens of a prompt, which are those of its images."""
     is_soft = prompt == soft_token
     vector = np.where(is_soft, np.cumsum(is_soft) - 1, -1).astype(np.int32)
     if not both_ways:
-      return cls(images, vector, None)
+      return cls(images, vector, None, rope)
     own = np.arange(len(prompt), dtype=np.int32)
     # The run of a soft token ends before the next token of text.
     end = np.where(is_soft, len(prompt), own)
     end = np.minimum.accumulate(end[::-1])[::-1]
-    return cls(images, vector, np.where(is_soft, end - 1, own).astype(np.int32))
+    last = np.where(is_soft, end - 1, own).astype(np.int32)
+    return cls(images, vector, last, rope)
+
+  @property
+  def shift(self) -> int:
+    """What is added to the rotary positions of all tokens after the prompt."""
+    return 0 if self.rope is None else int(self.rope[-1, 0])
+
+  def turned(self, start: int, end: int) -> np.ndarray | None:
+    """Returns `rope` of the tokens from `start` up to `end`, drawn ones included."""
+    if self.rope is None:
+      return None
+    return self.rope[np.minimum(np.arange(start, end), len(self.rope) - 1)]
 
   def mark(self, start: int, end: int) -> bytes:
     """Returns the digests of the images with a soft token from `start` up to `end`."""

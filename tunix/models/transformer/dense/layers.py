@@ -85,7 +85,11 @@ class Linear(nnx.Module):
     deterministic: True if dropout is off; set by `train()` and `eval()`.
     added: a map [..., in] to [..., out] whose output is added to y, or None. The engine
       sets it while it traces (see generate/engine/device/adapters.py).
+    is_module: False if the kernel is a parameter of another module in transformers, so
+      that PEFT has no adapter for it.
   """
+
+  is_module = True
 
   def __init__(
     self,
