@@ -1,4 +1,4 @@
-"""`tunix generate --image`."""
+"""`tunix generate --image` and `tunix parity --image`."""
 
 import json
 
@@ -31,6 +31,15 @@ def test_images_stand_before_the_text(folder, tmp_path, capsys):
   prompt = np.asarray(tokenizer.encode(text), np.int32)
   out = Sampler(model, tokenizer)([prompt], 4, images=[reader.prompt(pictures)])
   assert record["prompt"] == "what is it?" and [record["completion"]] == out.text
+
+
+def test_decoding_and_scoring_see_the_same_images(folder, tmp_path, capsys):
+  picture = toys_images.draw(tmp_path / "a.png", 1)
+  words = ["parity", folder, "--tokens=4", "--image", picture, "--threshold=1e-5"]
+  assert runs.tunix(*words, "--prompt", "what is it?", "and now?") == 0
+  assert "8 sampled tokens" in capsys.readouterr().out
+  assert runs.tunix(*words) == 2
+  assert "--image is given without --prompt" in capsys.readouterr().err
 
 
 def test_what_is_refused(folder, tmp_path, capsys):

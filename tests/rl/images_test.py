@@ -319,7 +319,7 @@ def test_what_learners_refuse(smol):
       learner(cluster or smol.cluster(**options), config, looked_at([]))
     return str(caught.value)
 
-  assert "schedule is 'lagged'" in message(schedule="lagged", lag=1)
+  assert "schedule is 'greedy'" in message(schedule="greedy", lag=1)
   assert "SDPO" in message(SDPOLearner, SDPOConfig(**algorithm()))
   with pytest.raises(ValueError, match="shared_prompt is True"):
     GRPOLearner(
@@ -367,12 +367,15 @@ def command(smol, tmp_path_factory):
   return run
 
 
-def test_the_command_trains_and_resumes_exactly(command, tmp_path, capsys):
+@pytest.mark.parametrize("schedule", ["sync", "lagged"])
+def test_the_command_trains_and_resumes_exactly(command, tmp_path, capsys, schedule):
+  """Checkpoints of `lagged` have rollouts that wait for their update."""
   whole, parts = tmp_path / "whole", tmp_path / "parts"
-  assert command(output_dir=whole, training__max_steps=3) == 0
+  keys = {"rl__schedule": schedule}
+  assert command(output_dir=whole, training__max_steps=3, **keys) == 0
   assert "the most images have 12" in capsys.readouterr().out
   for steps in (1, 3):
-    assert command(output_dir=parts, training__max_steps=steps) == 0
+    assert command(output_dir=parts, training__max_steps=steps, **keys) == 0
   for name in ("export/adapter_model.safetensors", "logs/metrics.jsonl"):
     assert (parts / name).read_bytes() == (whole / name).read_bytes()
   assert "1.png" in (whole / "samples" / "000000.jsonl").read_text()
@@ -385,6 +388,6 @@ def test_what_the_command_refuses(command, tmp_path, capsys):
     return capsys.readouterr().err
 
   assert "only text is read here" in message(model__images="false")
-  assert "schedule is 'lagged' and prompts have images" in message(
-    rl__schedule="lagged"
+  assert "schedule is 'greedy' and prompts have images" in message(
+    rl__schedule="greedy"
   )

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from tunix.generate import scoring
 from tunix.generate.sampler import Sampler
+from tunix.models.images.prompt_images import PromptImages, stacked
 from tunix.ops.reductions import safe_divide
 
 
@@ -107,6 +108,7 @@ def measure(
   tokens: int,
   seed: int,
   threshold: float,
+  images: Sequence[PromptImages | None] = (),
 ) -> Parity:
   """Samples at temperature 1 and greedily, and scores both completions.
 
@@ -116,6 +118,7 @@ def measure(
     tokens: tokens to generate for each prompt; end-of-sequence tokens end no row.
     seed: seed of the sampled tokens.
     threshold: largest allowed difference of a sampled token in nats.
+    images: those of each prompt, whose ids have their tokens; empty without images.
 
   Raises:
     ValueError: `threshold` is negative; or see `Sampler`.
@@ -132,6 +135,7 @@ def measure(
       eos_tokens=(),
       return_logprobs=True,
       pad_output=True,
+      **({"images": images} if images else {}),
     )
 
   lengths = np.array([len(sampler.tokenize(prompt)) for prompt in prompts])
@@ -139,16 +143,17 @@ def measure(
   graph, state = nnx.split(sampler.transformer)
 
   @jax.jit
-  def check(state, drawn_rows, greedy_rows, rollout_logps):
+  def check(state, drawn_rows, greedy_rows, rollout_logps, images):
     model = nnx.merge(graph, state)
     model.eval()
-    scores = scoring.score_completions(model, *drawn_rows)
+    scores = scoring.score_completions(model, *drawn_rows, images=images)
     apart = mismatch(scores.logps, rollout_logps, drawn_rows[-1], threshold=threshold)
-    best = _most_likely(model, *greedy_rows)
+    best = _most_likely(model, greedy_rows, images)
     return apart, jnp.sum(best != greedy_rows[2])
 
   rows = [_rows(out, lengths) for out in (drawn, greedy)]
-  apart, flips = jax.device_get(check(state, *rows, np.asarray(drawn.logprobs)))
+  found = check(state, *rows, np.asarray(drawn.logprobs), stacked(images))
+  apart, flips = jax.device_get(found)
   count = len(lengths) * tokens
   return Parity(
     tokens=count,
@@ -167,14 +172,17 @@ def _rows(out: Any, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
   return prompts, mask, tokens, np.ones(tokens.shape, bool)
 
 
-def _most_likely(model: nnx.Module, *rows: object) -> jax.Array:
+def _most_likely(
+  model: nnx.Module, rows: tuple[np.ndarray, ...], images: Any
+) -> jax.Array:
   """Returns int32 [B, R], the token that scoring ranks first at each place.
 
   Rows run one after the other, so that only one row's logits [R, V] are in memory.
   """
 
   def one(row):
-    logits = scoring.completion_logits(model, *(x[None] for x in row))
+    arrays, images = jax.tree.map(lambda x: x[None], row)
+    logits = scoring.completion_logits(model, *arrays, images=images)
     return jnp.argmax(logits[0], axis=-1).astype(jnp.int32)
 
-  return jax.lax.map(one, rows)
+  return jax.lax.map(one, (rows, images))

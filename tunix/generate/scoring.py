@@ -202,13 +202,16 @@ def completion_logits(
   completion_mask: Mask,
   *,
   group_size: int = 1,
+  images: Any = None,
 ) -> Float[Array, "B R V"]:
   """Returns the logits at the positions that predict completion tokens, of any model.
 
   Exact KL and distillation need the whole distribution of each token. It takes memory
   for B * R * V numbers. Arguments and errors are those of `score_completions`.
   """
-  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(
+    prompt_ids, prompt_mask, completion_ids, completion_mask, images=images
+  )
   states = _states(model, rows, group_size)
   return calling.adapt(model).unembed(states)
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tunix.cli.commands.parts import pictures
 from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Samples
 from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.options import Section
-from tunix.data.images import ImageReader, Picture
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.sizes import text_size
 from tunix.models import calling
@@ -92,19 +92,16 @@ def main(argv: Sequence[str]) -> None:
       "--chat is given, but the tokenizer has no chat template; omit it, or put a "
       "chat_template.jinja into the model's folder"
     )
-  reader, pictures = _pictures(args, folder)
+  if args.image:
+    prompts, options["images"] = pictures.prompts(folder, args.image, texts, tokenizer)
+  elif args.chat:
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
   model = model_folders.load_model(
     folder, adapter, args.dtype, images=True if args.image else None
   )
   if (most := calling.config_value(model, "max_position")) is not None:
     text_size.check(texts, most, "Shorten the prompt, or choose another model")
-  if args.chat:
-    turns = [[{"role": "user", "content": _content(text, pictures)}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
-  if reader is not None:
-    rendered = map(tokenizer.apply_chat_template, turns)
-    prompts = [tokenizer.encode(reader.expand_text(pictures, x)) for x in rendered]
-    options["images"] = [reader.prompt(pictures)] * len(texts)
   sampler: Any = sampler_of(model, tokenizer, frozen=True)
   steps = args.max_new_tokens
   if steps is None:
@@ -127,32 +124,6 @@ def main(argv: Sequence[str]) -> None:
     if len(output.text) > 1:
       print(terminal.shown(f"--- {prompt}"))
     print(terminal.shown(text))
-
-
-def _pictures(
-  args: GenerateOptions, folder: str
-) -> tuple[ImageReader | None, Sequence[Picture]]:
-  """Opens the images of `--image`; the reader is None if there are none.
-
-  Raises:
-    ValueError: the model reads text only, or an image cannot be read.
-  """
-  if not args.image:
-    return None, ()
-  reader = model_folders.image_reader(folder, True)
-  if reader is None:
-    raise ValueError(
-      f"--image is given, and {folder} is no folder of a model that reads images; see "
-      "docs/guides/images.md for the families"
-    )
-  return reader, reader.open(args.image, None, "--image")
-
-
-def _content(text: str, pictures: Sequence[Picture]) -> Any:
-  """Returns the content of a turn: text, after its images if there are some."""
-  if not pictures:
-    return text
-  return [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
 
 
 def _read_prompts(name: str) -> list[str]:

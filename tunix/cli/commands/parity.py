@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tunix.cli.commands.parts import pictures
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.make import model_folders
 from tunix.generate import parity
@@ -50,9 +51,17 @@ def main(argv: Sequence[str]) -> int:
   checks.number("--prompts", args.prompts, checks.COUNT, whole=True)
   checks.number("--tokens", args.tokens, checks.COUNT, whole=True)
   model_folders.check("MODEL", args.model)
-  model = model_folders.load_model(args.model, args.adapter, args.dtype)
+  if args.image and not args.prompt:
+    raise ValueError("--image is given without --prompt; add the text of the question")
+  images = True if args.image else None
+  model = model_folders.load_model(args.model, args.adapter, args.dtype, images=images)
+  options = {}
   if args.prompt:
     prompts, tokenizer = args.prompt, TokenizerAdapter.from_pretrained(args.model)
+    if args.image:
+      prompts, options["images"] = pictures.prompts(
+        args.model, args.image, prompts, tokenizer
+      )
   else:
     prompts = _random_prompts(args.prompts, model.config.vocab_size, args.seed)
     tokenizer = TokenizerAdapter(_NoText())
@@ -63,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     tokens=args.tokens,
     seed=args.seed,
     threshold=THRESHOLDS[dtype] if args.threshold is None else args.threshold,
+    **options,
   )
   print(f"{terminal.counted(len(prompts), 'prompt')}, computed in {dtype}")
   print(report)
@@ -88,6 +98,12 @@ def parser() -> Parser:
   add("model", metavar="MODEL", help="Hugging Face folder or GGUF file")
   add("--adapter", metavar="FOLDER", help="PEFT folder")
   add("--prompt", metavar="TEXT", nargs="+", help="prompts; default: random tokens")
+  add(
+    "--image",
+    metavar="FILE",
+    action="append",
+    help="image before the text of each prompt, which the chat template then renders",
+  )
   add("--prompts", type=int, default=16, metavar="N", help="number of random prompts")
   add("--tokens", type=int, default=32, metavar="N", help="tokens of a completion")
   add("--seed", type=int, default=0, help="seed of prompts and samples")

@@ -36,7 +36,8 @@ def to_json(rollouts: Rollouts) -> dict[str, Any]:
     TypeError: a column of the data or a message of an environment is not JSON.
   """
   out = without_unknown(field_values(rollouts))
-  assert out.pop("images") is None  # schedules that save rollouts refuse them
+  if out["images"] is None:
+    del out["images"]
   rewards: RewardOutput = out["rewards"]
   out["rewards"] = {
     "weights": dict(rewards.weights),
@@ -61,6 +62,8 @@ def from_json(saved: dict[str, Any]) -> Rollouts:
   fields["rewards"] = RewardOutput(outcomes=outcomes, weights=rewards["weights"])
   fields["batch"] = PromptBatch(**fields["batch"])
   fields["episodes"] = [_episode_of(episode) for episode in fields["episodes"]]
+  if isinstance(images := fields.get("images"), list):  # patches and their grids
+    fields["images"] = tuple(images)
   return Rollouts(**fields)
 
 

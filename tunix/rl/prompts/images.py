@@ -80,7 +80,7 @@ def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
   for is_set, what, remedy in (
     (has_env, "env is set", "leave env out"),
     (reads_hints, "the algorithm is SDPO", "use another algorithm"),
-    (schedule != "sync", f"schedule is {schedule!r}", "set schedule to sync"),
+    (schedule == "greedy", "schedule is 'greedy'", "set schedule to sync or lagged"),
     (
       engine not in ours,
       f"rollout_engine is {engine.__name__}",

@@ -1,0 +1,39 @@
+"""Images of the option `--image`, which stand before the text of each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunix.cli.make import model_folders
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.images.prompt_images import PromptImages
+
+
+def prompts(
+  folder: str, files: Sequence[str], texts: Sequence[str], tokenizer: TokenizerAdapter
+) -> tuple[list[list[int]], list[PromptImages]]:
+  """Returns the ids and the images of user turns with images before their text.
+
+  Args:
+    folder: folder of the model.
+    files: the images of each turn, at least one.
+    texts: the text of each turn.
+    tokenizer: a tokenizer with a chat template.
+
+  Raises:
+    ValueError: the model reads text only, or an image cannot be read.
+  """
+  reader = model_folders.image_reader(folder, True)
+  if reader is None:
+    raise ValueError(
+      f"--image is given, and {folder} is no folder of a model that reads images; see "
+      "docs/guides/images.md for the families"
+    )
+  pictures = reader.open(files, None, "--image")
+  out = []
+  for text in texts:
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    turn = [{"role": "user", "content": parts}]
+    rendered = tokenizer.apply_chat_template(turn)
+    out.append(tokenizer.encode(reader.expand_text(pictures, rendered)))
+  return out, [reader.prompt(pictures)] * len(texts)
