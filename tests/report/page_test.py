@@ -5,13 +5,15 @@ import re
 
 import pytest
 
+from tests import toys_images
 from tests.cli import runs as command
 from tests.report import dom
+from tunix.models.images import opening
 from tunix.report import page
 from tunix.report.page import Run
 
 
-def write_run(folder, *, steps=3, metrics=None, sample=None):
+def write_run(folder, *, steps=3, metrics=None, sample=None, columns=None):
   """A folder as a run leaves it."""
   (folder / "logs").mkdir(parents=True)
   metrics = metrics or {"loss": lambda step: 2.0 / step}
@@ -21,7 +23,7 @@ def write_run(folder, *, steps=3, metrics=None, sample=None):
       file.write(json.dumps({"step": step, "mode": "train"} | values) + "\n")
   if sample is not None:
     completion = {"text": sample, "reward": 1.0, "rewards": {sample: 1.0}, "tokens": 3}
-    group = {"step": 1, "prompt": sample, "columns": {sample: sample}}
+    group = {"step": 1, "prompt": sample, "columns": columns or {sample: sample}}
     group["completions"] = [completion, completion | {"reward": 0.0}]
     (folder / "samples").mkdir()
     (folder / "samples" / "000000.jsonl").write_text(json.dumps(group) + "\nbroken")
@@ -40,6 +42,17 @@ def test_samples_are_drawn(tmp_path):
   assert [pre.text for pre in article.iter("pre")] == ["a completion"] * 3
   sides = [d.get("class") for d in article.iter("div") if "side" in d.get("class", "")]
   assert sides == ["side best", "side worst"]
+
+
+def test_images_of_a_prompt_are_shown(tmp_path):
+  (tmp_path / "broken.png").write_bytes(b"no image")
+  toys_images.draw(tmp_path / "a.png", 1, (40, 400))
+  files = [str(tmp_path / f"{name}.png") for name in ("a", "broken", "gone", "a")]
+  columns = {"images": [*files, "data URI"]}
+  folder = write_run(tmp_path / "run", sample="it is", columns=columns)
+  (article,) = dom.draw(page.render([Run(name="run", folder=folder)])).iter("article")
+  shown = [opening.open_image(image.get("src")) for image in article.iter("img")]
+  assert [picture.shape for picture in shown] == [(16, 160, 3)] * 2
 
 
 def test_what_a_model_wrote_is_text(tmp_path):

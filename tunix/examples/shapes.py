@@ -30,6 +30,7 @@ from tunix.data.images import ImageReader
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
+from tunix.models.images import pillow
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.smolvlm.model import ModelConfig
 from tunix.models.vision.siglip import SiglipConfig
@@ -74,10 +75,8 @@ _PROCESSOR = {
 
 def draw(numbers: random.Random, count: int) -> Any:
   """Returns a Pillow image of `count` shapes in different cells."""
-  from PIL import Image, ImageDraw
-
-  picture = Image.new("RGB", (EDGE, EDGE), "white")
-  pen = ImageDraw.Draw(picture)
+  picture = pillow.module("Image").new("RGB", (EDGE, EDGE), "white")
+  pen = pillow.module("ImageDraw").Draw(picture)
   for cell in numbers.sample(range(CELLS**2), count):
     row, column = divmod(cell, CELLS)
     color = tuple(numbers.randrange(160) for _ in range(3))

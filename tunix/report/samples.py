@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.report import document
+from tunix.report import document, pictures
 
 _LONGEST = 4000  # characters of a text on the page of samples
 _LONGEST_IN_REPORT = 1200
@@ -92,10 +92,15 @@ def parts(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 def _part(batches: Sequence[dict[str, Any]], longest: int) -> dict[str, Any]:
   shown = [
-    batch | {"groups": [_shown(group, longest) for group in batch["groups"]]}
+    batch | {"groups": [_with_pictures(group, longest) for group in batch["groups"]]}
     for batch in batches
   ]
   return {"kind": "samples", "batches": shown}
+
+
+def _with_pictures(group: dict[str, Any], longest: int) -> dict[str, Any]:
+  images = pictures.shown(group["columns"].get("images"))
+  return _shown(group, longest) | ({"images": images} if images else {})
 
 
 def _shown(group: dict[str, Any], longest: int) -> dict[str, Any]:
