@@ -86,7 +86,11 @@ HEAVY = {
   "huggingface_hub": {"models/hub.py"},
   "transformers": set(),
   "torch": set(),
-  "tokenizers": {"generate/tokenizer/loading.py", "examples/quickstart/task.py"},
+  "tokenizers": {
+    "generate/tokenizer/loading.py",
+    "examples/quickstart/task.py",
+    "examples/shapes.py",
+  },
   "jsonschema": {"rl/reward/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
   "reasoning_gym": set(),  # likewise, see rl/env/adapters/reasoning_gym.py

@@ -90,7 +90,7 @@ def smol(tmp_path_factory):
   return Setup("smolvlm", tmp_path_factory.mktemp("smolvlm"))
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl"])
 def family(request, tmp_path_factory):
   return Setup(request.param, tmp_path_factory.mktemp(request.param))
 

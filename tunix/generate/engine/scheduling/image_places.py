@@ -51,7 +51,7 @@ class ImagePlaces:
 
   @property
   def shift(self) -> int:
-    """What is added to the rotary positions of all tokens after the prompt."""
+    """Offset of the rotary positions of all tokens after the prompt."""
     return 0 if self.rope is None else int(self.rope[-1, 0])
 
   def turned(self, start: int, end: int) -> np.ndarray | None:
