@@ -36,6 +36,8 @@ class Family:
     presets: named sizes. Each preset accepts fields of the configuration to override.
     canonical_key: maps a tensor's name in a checkpoint to its name in `names`, for
       families whose checkpoints come in several spellings.
+    module_key: maps a name in `names` to its name among the modules of transformers, if
+      checkpoints are spelled otherwise; PEFT's folders have the names of modules.
     hub_names: maps the name of a hub repository, in lower case and without its owner,
       to a preset, where `naming` cannot derive the preset from the name.
     text_only: for a family of images and text, the family that loads the text model of
@@ -52,6 +54,7 @@ class Family:
   harmless: tuple[str, ...] = HARMLESS
   presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
   canonical_key: Callable[[str], str] = lambda key: key
+  module_key: Callable[[str], str] = lambda key: key
   hub_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
   text_only: Family | None = None
 

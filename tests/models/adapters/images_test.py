@@ -9,7 +9,7 @@ import pytest
 from tests import toys_images
 from tunix.data.images import ImageReader
 from tunix.data.turns.spans import Segment
-from tunix.models import lora
+from tunix.models import families, lora
 from tunix.models.adapters import lora_modules
 from tunix.models.files import tensor_files
 
@@ -55,16 +55,18 @@ def test_files_hold_the_adapters_of_all_modules(toy, tmp_path):
   # Every adapter has the name and the sizes of a matrix of the base model.
   [weights] = folder.glob("*.safetensors")
   base = tensor_files.read_header(weights)
+  peft = tensor_files.read_json(tmp_path / "adapter/adapter_config.json")
   header = tensor_files.read_header(tmp_path / "adapter/adapter_model.safetensors")
-  rows, columns = set(), set()
+  rows, columns, family = set(), set(), families.of_config(model.config)
   for name, tensor in header.items():
     module, side = re.fullmatch(
       r"base_model\.model\.(.*)\.lora_([AB])\.weight", name
     ).groups()
-    shape = base[f"{module}.weight"].shape
+    shape = base[family.canonical_key(f"{module}.weight")].shape
+    assert module == family.module_key(family.canonical_key(module + "."))[:-1]
     assert tensor.shape == ((2, shape[1]) if side == "A" else (shape[0], 2)), name
     (rows if side == "A" else columns).add(module)
-  assert rows == columns
+  assert rows == columns == set(peft["target_modules"])
 
 
 def test_last_parts_of_names_do_not_mean_the_tower(toy):

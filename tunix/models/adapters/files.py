@@ -8,6 +8,7 @@ beside the adapters, under their names in the checkpoint.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import json
 import logging
@@ -102,17 +103,36 @@ def save_adapter(
   }
   named = {"base_model_name_or_path": base}
   named |= {} if revision is None else {"revision": revision}
-  config = _peft_config(model, family, parts, fused, named)
+  config = _spelled(_peft_config(model, family, parts, fused, named), family)
   _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in new_tensors(part)]
   tensors += whole_files.tensors(model, family, whole_modules.of(model))
   tensors += token_rows.tensors(model, family)
+  tensors = [
+    dataclasses.replace(x, name=PREFIX + family.module_key(x.name.removeprefix(PREFIX)))
+    for x in tensors
+  ]
   together = tensor_files.is_spread(model)
   mine = not together or jax.process_index() == 0
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
     tensor_files.write_file(staging / WEIGHTS_FILE, tensors, mine=mine)
     if mine:
       (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+_NAMED = ("target_modules", "target_parameters", "modules_to_save")
+_NAMED += ("rank_pattern", "alpha_pattern")
+
+
+def _spelled(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+  """Returns `adapter_config.json` with names of modules, see `Family.module_key`."""
+
+  def each(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {family.module_key(name): x for name, x in value.items()}
+    return sorted(map(family.module_key, value)) if isinstance(value, list) else value
+
+  return {k: each(v) if k in _NAMED else v for k, v in config.items()}
 
 
 def _peft_config(
@@ -228,11 +248,15 @@ def _peft_targets(
 ) -> list[str]:
   """Returns the field target_modules.
 
-  It holds last parts of names, or full names if only some layers have an adapter.
+  It holds last parts of names, or full names if only some layers have an adapter. So
+  does a model with a vision tower, in which PEFT finds modules that are no linear maps
+  by last parts (Gemma 4's).
   """
   full = {part.name for group in parts.values() for part in group}
   short = {name.rpartition(".")[2] for name in full}
-  for path in lora_modules.adaptable(model, images=True):
+  if hasattr(model, lora_modules.IMAGE_MODULES[0]):
+    return sorted(full)
+  for path in lora_modules.adaptable(model):
     same = [x for x in _names(model, family, path) if x.rpartition(".")[2] in short]
     if not full.issuperset(same):
       return sorted(full)

@@ -76,6 +76,7 @@ FAMILY = tower_params.with_text_only(
       if name not in text_params.FAMILY.presets
     },
     canonical_key=vision_params.canonical_key,
+    module_key=vision_params.module_key,
   ),
   {
     "language_model.model.": "model.",

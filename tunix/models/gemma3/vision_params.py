@@ -71,6 +71,16 @@ def canonical_key(key: str) -> str:
   return key
 
 
+def module_key(key: str) -> str:
+  """Returns the name of a tensor among the modules of transformers."""
+  if key.startswith(f"{_TEXT}model."):
+    return key.replace(f"{_TEXT}model.", "model.language_model.", 1)
+  key = key.removeprefix(_TEXT)
+  if key.startswith(_TOWER):
+    return key.replace(_TOWER, "model.vision_tower.", 1)
+  return f"model.{key}" if key.startswith(_PROJECTOR) else key
+
+
 def nested_text(names: NameTable) -> NameTable:
   """Returns a text family's name table for a checkpoint that nests the text model."""
   return {

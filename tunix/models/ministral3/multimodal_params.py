@@ -110,6 +110,14 @@ def canonical_key(key: str) -> str:
   return _TEXT + plain if is_text else plain
 
 
+def module_key(key: str) -> str:
+  """Returns the name of a tensor among the modules of transformers."""
+  if key.startswith(f"{_TEXT}model."):
+    return key.replace(f"{_TEXT}model.", "model.language_model.", 1)
+  key = key.removeprefix(_TEXT)
+  return f"model.{key}" if key.startswith(("vision_tower.", _PROJECTOR)) else key
+
+
 FAMILY = Family(
   name="ministral3_multimodal",
   model_types=("mistral3",),
@@ -119,5 +127,6 @@ FAMILY = Family(
   config_from_hf=config_from_hf,
   config_to_hf=config_to_hf,
   canonical_key=canonical_key,
+  module_key=module_key,
   text_only=text_params.FAMILY,
 )
