@@ -192,7 +192,7 @@ def test_prompts_alone():
   assert texts(batch, "prompt")[:2] == ["a sea", "of"]
   short = source(records, kind="prompt", max_prompt_length=1, overlong="drop")
   with pytest.raises(
-    ValueError, match="longer than max_prompt_length 1 and were dropped; raise"
+    ValueError, match="longer than max_prompt_length 1, so none is left; raise"
   ):
     scan(short)
 

@@ -60,7 +60,7 @@ class OneRow:
     """Returns why all records were dropped, and the remedy."""
     del names
     return (
-      f"longer than {self.max_length} tokens and were dropped; raise max_length, or "
+      f"longer than {self.max_length} tokens, so none is left; raise max_length, or "
       "set overlong to 'truncate'"
     )
 
@@ -140,9 +140,9 @@ class SideBySide:
     if names:
       reason += (
         f" or max_completion_length {self.max_completion_length}, or unusable (empty "
-        "or equal completions),"
+        "or equal completions)"
       )
-    return f"{reason} and were dropped; raise the length, or set overlong to 'truncate'"
+    return f"{reason}, so none is left; raise the length, or set overlong to 'truncate'"
 
   def fit(
     self, rendered: Rendered, overlong: Overlong, bos_id: int | None

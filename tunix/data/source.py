@@ -233,7 +233,10 @@ class Source:
     Args:
       scanned: number of records that were scanned; None for all.
     """
-    which = f"{len(self)} records" if scanned is None else f"{scanned} scanned records"
+    what, count = ("", len(self)) if scanned is None else ("scanned ", scanned)
+    which = (
+      f"the only {what}record is" if count == 1 else f"all {count} {what}records are"
+    )
     nothing = "nothing but reasoning, or " if self.reasoning == "strip" else ""
     why = self.layout.why_dropped(self.kind.completions)
-    return f"all {which} are {nothing}{why}"
+    return f"{which} {nothing}{why}"

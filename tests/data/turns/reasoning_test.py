@@ -121,7 +121,7 @@ def test_nothing_but_reasoning_is_an_empty_answer(message, tokenizer):
   assert "1 with an empty completion left out" in str(report)
   assert made.element(0) is None
   with pytest.raises(
-    ValueError, match="all 1 scanned records are nothing but reasoning, or"
+    ValueError, match="the only scanned record is nothing but reasoning, or"
   ):
     scan(source(record, tokenizer, treatment="strip"))
   pair = {"prompt": [ASK], "chosen": [answer()], "rejected": [message]}

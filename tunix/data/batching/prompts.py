@@ -41,7 +41,7 @@ class PromptText:
     """Returns why all records were dropped, and the remedy."""
     del names
     return (
-      f"longer than max_prompt_length {self.max_prompt_length} and were dropped; raise "
+      f"longer than max_prompt_length {self.max_prompt_length}, so none is left; raise "
       "the length"
     )
 

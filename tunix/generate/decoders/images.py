@@ -10,6 +10,7 @@ import numpy as np
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
+from tunix.utils import checks
 
 
 def soft_token(model: Any) -> int:
@@ -21,7 +22,7 @@ def soft_token(model: Any) -> int:
   token = calling.config_value(model, "soft_token")
   if token is None:
     raise ValueError(
-      f"a prompt has images and the model is a {type(model).__name__}; expected a "
+      f"a prompt has images and the model is {checks.type_of(model)}; expected a "
       "model with a vision tower. Load the model with images=True "
       "(docs/guides/images.md lists the families), or leave the images out"
     )

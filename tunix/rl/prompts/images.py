@@ -16,6 +16,7 @@ from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import checks
 
 
 class Seen(NamedTuple):
@@ -98,7 +99,7 @@ def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
   for role, model in models.items():
     if model is not None and not reads_images(model):
       raise ValueError(
-        f"the {role} is a {type(model).__name__}, which reads text alone, and prompts "
+        f"the {role} is {checks.type_of(model)}, which reads text alone, and prompts "
         "have images: load it with images=True (model.images), or leave the images out"
       )
 
