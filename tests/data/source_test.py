@@ -165,7 +165,7 @@ def test_bad_pairs_are_counted():
       {"overlong": "truncate"},
       'record 0: "chosen" and "rejected" are equal in their first 8 tokens',
     ),
-    (BAD[2:4], {"unusable": "drop"}, "all 2 .* dropped"),
+    (BAD[2:4], {"unusable": "drop"}, "all 2 .* so none is left"),
   ],
 )
 def test_bad_pairs_are_errors(records, options, message):
