@@ -209,7 +209,7 @@ def test_overlong_decides_and_scan_limit_looks_at_fewer(settings, plain_records)
   settings = settings | {"data__max_length": 3, "training__max_steps": "null"}
   with pytest.raises(ValueError, match=r"plain\.jsonl:1: .*maximum"):
     draw(settings)
-  with pytest.raises(ValueError, match="dropped"):
+  with pytest.raises(ValueError, match="none is left"):
     draw(settings, data__overlong="drop")
   data, batches = draw(settings, data__overlong="truncate")
   assert data.reports["train"].truncated == 8
