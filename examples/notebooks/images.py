@@ -5,7 +5,7 @@
 # - to write records with images;
 # - to train a vision tower and a text model together, by one call;
 # - to go on with GRPO, whose rewards see the same pictures;
-# - to look at what the model gets wrong.
+# - to look at pictures beside their answers.
 
 # %% include install
 
@@ -96,8 +96,9 @@ print(f"right answers to held-out pictures: {after:.0%} -> {last:.0%}")
 plot("reward", training=trained.history["train/rewards/score/mean"])
 
 # %% [markdown]
-# ## What is still wrong
-# The title is the answer, and the right number in brackets.
+# ## Look at the answers
+# Six pictures, wrong answers first. The title is the answer, and the right number in
+# brackets.
 
 # %%
 records = task.questions(100, held_out=True)
