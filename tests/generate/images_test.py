@@ -80,6 +80,7 @@ def check(model, prompt, images, drawn):
   return logits.argmax(1).tolist()
 
 
+@pytest.mark.parametrize("toy", ["gemma3", "qwen3_5"], indirect=True)
 def test_the_padded_sampler_equals_recomputation(toy):
   model, tokenizer, prompts, images, other = toy
   sample = Sampler(model, tokenizer)

@@ -1,10 +1,12 @@
 """Adapters on vision towers and projectors: their names, files and merged weights."""
 
+import functools
 import re
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests import toys_images
 from tunix.data.images import ImageReader
@@ -39,8 +41,12 @@ def arguments(folder, model, name):
 
 
 def logits(model, arguments):
-  tokens, images = arguments
-  return np.asarray(model(tokens, images=images)[0])
+  return np.asarray(call(*nnx.split(model), *arguments))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def call(graph, state, tokens, images):
+  return nnx.merge(graph, state)(tokens, images=images)[0]
 
 
 def test_files_hold_the_adapters_of_all_modules(toy, tmp_path):
