@@ -150,8 +150,13 @@ class Shapes:
     )
     backend.decoder = tokenizers.decoders.Fuse()
     backend.add_special_tokens(list(_SPECIAL))
-    names = {"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>"}
-    return TokenizerAdapter(backend, chat_template=_TEMPLATE, **names)
+    return TokenizerAdapter(
+      backend,
+      chat_template=_TEMPLATE,
+      bos_token="<begin>",
+      eos_token="<end>",
+      pad_token="<pad>",
+    )
 
   def fresh_model(self) -> str:
     """Writes a model with random weights, and returns its folder."""

@@ -135,7 +135,7 @@ def measure(
       eos_tokens=(),
       return_logprobs=True,
       pad_output=True,
-      **({"images": images} if images else {}),
+      images=images,
     )
 
   lengths = np.array([len(sampler.tokenize(prompt)) for prompt in prompts])

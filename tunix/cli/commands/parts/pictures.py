@@ -11,7 +11,7 @@ from tunix.models.images.prompt_images import PromptImages
 
 def prompts(
   folder: str, files: Sequence[str], texts: Sequence[str], tokenizer: TokenizerAdapter
-) -> tuple[list[list[int]], list[PromptImages]]:
+) -> tuple[list[list[int]], list[PromptImages | None]]:
   """Returns the ids and the images of user turns with images before their text.
 
   Args:

@@ -51,7 +51,7 @@ def slots_of(
     slots.index[at], slots.limit[at] = s.drawn, s.limit
     slots.active[at], slots.drafted[at] = s.is_decoding, s.drafted
     slots.stop_ids[at, : len(s.stop_ids)] = s.stop_ids
-    if shifts and s.images is not None:
+    if slots.shift is not None and s.images is not None:
       slots.shift[at] = s.images.shift
     if drafts:
       slots.history[at, : s.length] = s.known
