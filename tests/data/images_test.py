@@ -28,7 +28,7 @@ ANSWER = {"role": "assistant", "content": "a cat."}
 APART = SideBySide(max_prompt_length=24, max_completion_length=8)
 
 
-@pytest.fixture(scope="module", params=toys.ALL)
+@pytest.fixture(scope="module", params=toys.NAMES)
 def family(request, tmp_path_factory):
   """(name, model folder, tokenizer, reader) of a family."""
   name = request.param
