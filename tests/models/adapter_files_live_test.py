@@ -40,6 +40,11 @@ THEIRS = {
   "layers": {"layers_to_transform": [1], "use_dora": True},
   "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
 }
+FAMILIES = sorted(
+  file.parent.name
+  for file in checkpoints.GOLDEN.glob("*/config.json")
+  if not file.parent.name.endswith("_vision")
+)
 
 
 def their_base():
@@ -61,6 +66,22 @@ def test_peft_reads_what_we_write(name, stacked, tmp_path):
   save_pretrained(adapted, tmp_path / "merged")
   merged = read_back(tmp_path / "merged")
   assert checkpoints.relative(torch_logits(merged), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peft_reads_the_adapters_of_every_family(name, tmp_path):
+  """Default targets: dense layers, shared experts, experts, recurrences."""
+  source = checkpoints.GOLDEN / name
+  base = AutoModel.from_pretrained(source, dtype="float32")
+  adapted = widen(lora.apply(base, lora.LoraConfig(rank=3, alpha=6.0)))
+  logits = adapted(TOKENS)[0]
+  assert checkpoints.relative(base(TOKENS)[0], logits) > 0.05
+  lora.save_adapter(adapted, tmp_path)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    source, dtype=torch.float32, attn_implementation="eager"
+  )
+  theirs = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
+  assert checkpoints.relative(torch_logits(theirs), logits) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", THEIRS)

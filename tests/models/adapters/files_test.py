@@ -335,6 +335,24 @@ def test_what_peft_cannot_read_of_experts_is_said(targets, said, tmp_path, caplo
   assert [said in r.getMessage() for r in caplog.records] == ([True] if said else [])
 
 
+def test_dense_layers_and_shared_experts_are_named_as_parameters_too(tmp_path):
+  """PEFT 0.21 would leave them out beside experts; see the live tests."""
+  base = AutoModel.from_pretrained(checkpoints.GOLDEN / "deepseek_v3")
+  experts = r"layers.*\.experts\..*"
+  for targets, has_dense in ((lora.ALL_LINEAR, True), ((experts,), False)):
+    adapted = widen(lora.apply(base, lora.LoraConfig(rank=2, targets=targets)))
+    folder = tmp_path / str(has_dense)
+    lora.save_adapter(adapted, folder)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    named = fields.get("target_parameters", [])
+    assert (len(named) >= 6) == bool(named) == has_dense
+    assert all(name.endswith("_proj.weight") for name in named)
+    assert not any(".experts." in name for name in named)
+    loaded = lora.load_adapter(base, folder)
+    same = jax.tree.map(np.array_equal, state(loaded), state(adapted))
+    assert jax.tree.all(same)
+
+
 def test_one_pair_for_each_expert(tmp_path):
   """[L, E, in, out] kernels, whose names are layer-major."""
   model = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_moe")

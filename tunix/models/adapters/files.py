@@ -48,6 +48,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _MAGNITUDE = "lora_magnitude_vector"
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _names(model: Transformer, family: Family, path: str) -> list[str]:
@@ -155,6 +156,7 @@ def _peft_config(
   rslora = all(x.lora_rslora for x in adapters.values())
   whole = whole_modules.of(model)
   wholes = adapter_parameters.names(model, family)
+  parameters = sorted([*fused, *_dense_maps(parts)])
   return {
     "peft_type": "LORA",
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
@@ -163,7 +165,7 @@ def _peft_config(
     "target_modules": _peft_targets(
       model, family, {path: parts[path] for path in parts if path not in wholes}
     ),
-    **({"target_parameters": sorted(fused)} if fused else {}),
+    **({"target_parameters": parameters} if parameters else {}),
     "modules_to_save": whole_files.names(model, family, whole) or None,
     **token_rows.peft_fields(model, family),
     "lora_dropout": _common(adapters, "dropout", lambda x: x.lora_dropout),
@@ -173,6 +175,19 @@ def _peft_config(
     "fan_in_fan_out": False,
     "inference_mode": True,
   }
+
+
+def _dense_maps(parts: Mapping[str, list[TensorAdapter]]) -> list[str]:
+  """Returns weights of dense layers and shared experts beside adapted experts.
+
+  With transformers 5, PEFT 0.21 takes gate_proj, up_proj and down_proj for names of
+  fused experts and removes them from the modules. Parameters it keeps.
+  """
+  names = [part.name for group in parts.values() for part in group]
+  if not any(".experts." in name for name in names):
+    return []
+  dense = (name for name in names if ".experts." not in name)
+  return [f"{name}.weight" for name in dense if name.rpartition(".")[2] in _OF_EXPERTS]
 
 
 def _common(adapters: dict[str, Linear], what: str, of: Callable[[Linear], Any]) -> Any:
@@ -269,7 +284,7 @@ def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
   transformers 5 fuses the gate and up projections of experts, and PEFT finds the fused
   pair only if the down projection has an adapter too.
   """
-  every = {"gate_proj", "up_proj", "down_proj"}
+  every = set(_OF_EXPERTS)
   names = {path.rsplit(".", 1)[1] for path in adapters if ".experts." in path}
   if names & {"gate_proj", "up_proj"} and names != every:
     _log.warning(
@@ -355,9 +370,14 @@ def read_adapter(
   file_sums.check(path)
   peft = tensor_files.read_json(path / CONFIG_FILE)
   family = family or families.of_config(model.config)
-  # Only models with fused experts have parameters that `target_parameters` can select.
-  known = {"target_parameters"} if adapter_parameters.names(model, family) else set()
   adapter_config.require_readable(path / CONFIG_FILE, peft)
+  # Parameters that `target_parameters` can select are fused experts, and the weights of
+  # modules, see `_dense_maps`.
+  modules = lora_modules.adaptable(model)
+  weights = {f"{name}.weight" for x in modules for name in _names(model, family, x)}
+  has_fused = bool(adapter_parameters.names(model, family))
+  is_known = has_fused or weights.issuperset(peft.get("target_parameters") or ())
+  known = {"target_parameters"} if is_known else set()
   adapter_config.require_exact(
     path / CONFIG_FILE, {name: peft[name] for name in peft.keys() - known}
   )
