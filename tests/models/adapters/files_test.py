@@ -15,6 +15,7 @@ from tests.models import checkpoints
 from tests.models.lora_test import state, widen
 from tunix.models import backbone, families, lora
 from tunix.models.adapters import config as adapter_config, lora_modules, whole_modules
+from tunix.models.adapters.merging import merge_adapters
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 
@@ -349,6 +350,9 @@ def test_dense_layers_and_shared_experts_are_named_as_parameters_too(tmp_path):
     assert all(name.endswith("_proj.weight") for name in named)
     assert not any(".experts." in name for name in named)
     loaded = lora.load_adapter(base, folder)
+    merge_adapters([folder, folder], tmp_path / f"sum {has_dense}", [1, -1])
+    summed = tmp_path / f"sum {has_dense}" / "adapter_config.json"
+    assert json.loads(summed.read_text()).get("target_parameters", []) == named
     same = jax.tree.map(np.array_equal, state(loaded), state(adapted))
     assert jax.tree.all(same)
 

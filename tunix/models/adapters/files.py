@@ -156,12 +156,13 @@ def _peft_config(
   rslora = all(x.lora_rslora for x in adapters.values())
   whole = whole_modules.of(model)
   wholes = adapter_parameters.names(model, family)
-  parameters = sorted([*fused, *_dense_maps(parts)])
+  every = [part for group in parts.values() for part in group]
+  parameters = sorted([*fused, *dense_maps(every)])
   return {
     "peft_type": "LORA",
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
     **named,
-    **sizes_of([part for group in parts.values() for part in group], rslora),
+    **sizes_of(every, rslora),
     "target_modules": _peft_targets(
       model, family, {path: parts[path] for path in parts if path not in wholes}
     ),
@@ -177,13 +178,13 @@ def _peft_config(
   }
 
 
-def _dense_maps(parts: Mapping[str, list[TensorAdapter]]) -> list[str]:
+def dense_maps(parts: list[TensorAdapter]) -> list[str]:
   """Returns weights of dense layers and shared experts beside adapted experts.
 
   With transformers 5, PEFT 0.21 takes gate_proj, up_proj and down_proj for names of
   fused experts and removes them from the modules. Parameters it keeps.
   """
-  names = [part.name for group in parts.values() for part in group]
+  names = [part.name for part in parts]
   if not any(".experts." in name for name in names):
     return []
   dense = (name for name in names if ".experts." not in name)
@@ -372,7 +373,7 @@ def read_adapter(
   family = family or families.of_config(model.config)
   adapter_config.require_readable(path / CONFIG_FILE, peft)
   # Parameters that `target_parameters` can select are fused experts, and the weights of
-  # modules, see `_dense_maps`.
+  # modules, see `dense_maps`.
   modules = lora_modules.adaptable(model)
   weights = {f"{name}.weight" for x in modules for name in _names(model, family, x)}
   has_fused = bool(adapter_parameters.names(model, family))

@@ -60,16 +60,21 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, TensorAdapter
   file_sums.check(folder)
   file = folder / files.CONFIG_FILE
   peft = tensor_files.read_json(file)
+  adapter_config.require_readable(file, peft)
+  tensors = tensor_files.read_header(folder / files.WEIGHTS_FILE)
+  names = {files.module_name(key.removeprefix(PREFIX)): None for key in tensors}
+  if {f"{name}.weight" for name in names}.issuperset(
+    peft.get("target_parameters") or ()
+  ):
+    peft.pop("target_parameters", None)  # see `files.dense_maps`
   if field := next((x for x in _NOT_JOINED if peft.get(x)), None):
     raise ValueError(
       f"{file}: {field} is {peft[field]!r:.80}; expected plain LoRA. Merge each "
       "adapter into its base (`tunix export --kind merged`), then merge the models"
     )
-  adapter_config.require_readable(file, peft)
   adapter_config.require_exact(file, peft)
-  tensors = tensor_files.read_header(folder / files.WEIGHTS_FILE)
   adapters = {}
-  for name in {files.module_name(key.removeprefix(PREFIX)): None for key in tensors}:
+  for name in names:
     keys = files.factor_keys(name, use_dora=False)
     shapes = [tensors[key].shape for key in keys if key in tensors]
     if [len(shape) for shape in shapes] != [2, 2]:
@@ -95,4 +100,5 @@ def _config(
     **dict.fromkeys(_SELECTORS),
     "target_modules": sorted(ends if are_ends else {part.name for part in parts}),
     "use_rslora": False,
+    **({"target_parameters": dense} if (dense := files.dense_maps(parts)) else {}),
   }
