@@ -81,7 +81,7 @@ def test_peft_reads_the_adapters_of_every_family(name, tmp_path):
     source, dtype=torch.float32, attn_implementation="eager"
   )
   theirs = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
-  assert checkpoints.relative(torch_logits(theirs), logits) < TOLERANCE
+  assert checkpoints.relative(torch_logits(theirs), logits) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", THEIRS)

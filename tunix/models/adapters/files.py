@@ -157,7 +157,8 @@ def _peft_config(
   whole = whole_modules.of(model)
   wholes = adapter_parameters.names(model, family)
   every = [part for group in parts.values() for part in group]
-  parameters = sorted([*fused, *dense_maps(every)])
+  single = [x for path, group in parts.items() if path not in wholes for x in group]
+  parameters = sorted([*fused, *dense_maps(single)])
   return {
     "peft_type": "LORA",
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
