@@ -357,6 +357,13 @@ def test_dense_layers_and_shared_experts_are_named_as_parameters_too(tmp_path):
     assert jax.tree.all(same)
 
 
+def test_dense_layers_beside_fused_experts_are_modules_alone(tmp_path):
+  base = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_5_moe")
+  lora.save_adapter(lora.apply(base, lora.LoraConfig(rank=2)), tmp_path)
+  fields = json.loads((tmp_path / "adapter_config.json").read_text())
+  assert not any(name.endswith(".weight") for name in fields["target_parameters"])
+
+
 def test_one_pair_for_each_expert(tmp_path):
   """[L, E, in, out] kernels, whose names are layer-major."""
   model = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_moe")
