@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 import tunix
-from tunix.examples.shapes import ANSWER_LENGTH, PROMPT_LENGTH, Shapes, right
+from tunix.examples.shapes import ANSWER_LENGTH, PROMPT_LENGTH, Shapes, exact_match
 
 ROWS, GENERATIONS = 32, 8
 SFT_RATE, GRPO_RATE = 1e-3, 3e-4
@@ -49,7 +49,7 @@ def run(folder, seed, sft, steps):
   trained = tunix.grpo(
     model={"path": str(tuned.export), "train_tower": True, "dtype": "float32"},
     data=task.questions(steps * ROWS),
-    rewards=right,
+    rewards=exact_match,
     output_dir=folder / "grpo",
     algorithm={"num_generations": GENERATIONS, "beta": 0.0},
     rollout={

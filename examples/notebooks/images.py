@@ -18,7 +18,7 @@
 
 # %%
 import tunix
-from tunix.examples.shapes import PROMPT_LENGTH, Shapes, right
+from tunix.examples.shapes import PROMPT_LENGTH, Shapes, exact_match
 from tunix.examples.sums import plot
 
 task = Shapes()
@@ -80,7 +80,7 @@ plot("nats per token", loss=tuned.history["train/loss"])
 trained = tunix.grpo(
   model={"path": tuned.export, "train_tower": True, "dtype": "float32"},
   data=task.questions(32 * STEPS),
-  rewards=right,
+  rewards=exact_match,
   output_dir=f"{fresh}-grpo",
   algorithm={"num_generations": 8, "beta": 0.0},
   rollout={"max_prompt_length": PROMPT_LENGTH, "max_tokens_to_generate": 2},

@@ -63,4 +63,7 @@ def test_what_is_refused(folder, tmp_path, capsys):
   toys_images.tokenizer("smolvlm").save(tmp_path / "text")
   words[2] = tmp_path / "text"
   assert runs.tunix(*words, "--chat") == 2
-  assert "is no folder of a model that reads images" in capsys.readouterr().err
+  assert (
+    "which has no vision tower; expected a model that reads images"
+    in capsys.readouterr().err
+  )

@@ -186,7 +186,7 @@ def test_an_image_that_changed_is_noticed(smol, tmp_path):
   path.unlink()
   with pytest.raises(ValueError, match="prompt 0 of batch 0: image 1: there is no"):
     images.read(smol.reader, prompt_batch(batch))
-  with pytest.raises(ValueError, match="give RLCluster images="):
+  with pytest.raises(ValueError, match="expected an ImageReader"):
     images.read(None, prompt_batch(batch))
 
 

@@ -8,7 +8,7 @@
     print(task.accuracy(result.export))
 
 A picture has 1 to 6 circles, squares and crosses on white. The question is "how many?",
-and the answer one digit. A SmolVLM of 0.5 million weights, tower included, learns it
+and the answer is one digit. A SmolVLM of 0.5 million weights, tower included, learns it
 from nothing on a CPU. Needs the extra `images`.
 """
 
@@ -37,11 +37,11 @@ from tunix.models.vision.siglip import SiglipConfig
 
 Record = dict[str, Any]
 
-MOST = 6  # shapes of a picture
-CELLS, CELL = 3, 16  # cells along an edge, pixels along a cell
+MAX_SHAPES = 6  # shapes of a picture
+CELLS, CELL = 3, 16  # cells per edge of the picture; pixels per edge of a cell
 EDGE = CELLS * CELL
-SOFT = CELLS**2  # soft tokens of a picture, one for each cell
-PROMPT_LENGTH, ANSWER_LENGTH = 24, 2  # tokens; the answer's with its end
+SOFT_TOKENS = CELLS**2  # soft tokens of a picture, one for each cell
+PROMPT_LENGTH, ANSWER_LENGTH = 24, 2  # in tokens; the answer includes `<end>`
 
 _TEMPLATE = r"""
 {%- for message in messages -%}
@@ -69,21 +69,21 @@ _PROCESSOR = {
     **_HALF,
   },
   "processor_config.json": {"processor_class": "SmolVLMProcessor"}
-  | {"image_seq_len": SOFT},
+  | {"image_seq_len": SOFT_TOKENS},
 }
 
 
-def draw(numbers: random.Random, count: int) -> Any:
+def draw(rng: random.Random, count: int) -> Any:
   """Returns a Pillow image of `count` shapes in different cells."""
   picture = pillow.module("Image").new("RGB", (EDGE, EDGE), "white")
   pen = pillow.module("ImageDraw").Draw(picture)
-  for cell in numbers.sample(range(CELLS**2), count):
+  for cell in rng.sample(range(CELLS**2), count):
     row, column = divmod(cell, CELLS)
-    color = tuple(numbers.randrange(160) for _ in range(3))
-    x, y = (CELL * place + numbers.randrange(2, 5) for place in (column, row))
-    edge = numbers.randrange(8, 11)
+    color = tuple(rng.randrange(160) for _ in range(3))
+    x, y = (CELL * place + rng.randrange(2, 5) for place in (column, row))
+    edge = rng.randrange(8, 11)
     box = (x, y, x + edge, y + edge)
-    kind = numbers.randrange(3)
+    kind = rng.randrange(3)
     if kind == 0:
       pen.ellipse(box, fill=color)
     elif kind == 1:
@@ -114,15 +114,16 @@ class Shapes:
     """Returns records {"prompt", "answer"} about new pictures.
 
     Args:
-      count: number of records. The first ones are equal for every number.
-      held_out: return questions about other pictures than those to train on.
+      count: number of records. A larger `count` only appends records.
+      held_out: return questions about pictures that are not trained on.
     """
-    seed = -1 if held_out else self.seed
-    numbers, out, folder = random.Random(seed), [], self._home / f"pictures_{seed}"
+    # A text, since Random(-1) draws what Random(1) does.
+    seed = "held_out" if held_out else f"seed_{self.seed}"
+    rng, out, folder = random.Random(seed), [], self._home / seed
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-      file, shapes = folder / f"{number}.png", numbers.randint(1, MOST)
-      draw(numbers, shapes).save(file)
+      file, shapes = folder / f"{number}.png", rng.randint(1, MAX_SHAPES)
+      draw(rng, shapes).save(file)
       image = {"type": "image", "image": str(file)}
       parts = [image, {"type": "text", "text": "how many?"}]
       turn = {"role": "user", "content": parts}
@@ -139,10 +140,10 @@ class Shapes:
   @property
   def tokenizer(self) -> TokenizerAdapter:
     """A tokenizer of single characters."""
-    words = [*_SPECIAL, *_CHARACTERS]
+    vocabulary = [*_SPECIAL, *_CHARACTERS]
     backend = tokenizers.Tokenizer(
       tokenizers.models.WordLevel(
-        {word: i for i, word in enumerate(words)}, unk_token="<unk>"
+        {word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"
       )
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
@@ -198,7 +199,7 @@ class Shapes:
       files = [record["prompt"][0]["content"][0]["image"]]
       pictures = reader.open(files, None, "a question")
       prompts.append(np.asarray(tokenizer.encode(reader.expand_text(pictures, text))))
-      images.append(reader.prompt(pictures, SOFT))
+      images.append(reader.prompt(pictures, SOFT_TOKENS))
     out = Sampler(loaded, tokenizer)(prompts, ANSWER_LENGTH, images=images)
     return out.text
 
@@ -209,7 +210,7 @@ class Shapes:
     return float(np.mean([x["answer"] == y for x, y in zip(records, texts)]))
 
 
-def right(prompts, completions, answer):
-  """The reward: 1 for the right number, else 0."""
+def exact_match(prompts, completions, answer):
+  """Returns the rewards: 1 for the right number, else 0."""
   del prompts
   return [float(text == number) for text, number in zip(completions, answer)]

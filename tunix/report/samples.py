@@ -99,7 +99,7 @@ def _part(batches: Sequence[dict[str, Any]], longest: int) -> dict[str, Any]:
 
 
 def _with_pictures(group: dict[str, Any], longest: int) -> dict[str, Any]:
-  images = pictures.shown(group["columns"].get("images"))
+  images = pictures.thumbnails(group["columns"].get("images"))
   return _shown(group, longest) | ({"images": images} if images else {})
 
 

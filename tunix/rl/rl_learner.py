@@ -95,7 +95,9 @@ class RLLearner(BaseTrainer):
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
     if rl_cluster.images is not None:
-      images.check(rl_cluster, has_env=env is not None, reads_hints=self.reads_hints)
+      images.check_image_support(
+        rl_cluster, has_env=env is not None, reads_hints=self.reads_hints
+      )
     self._config = rl_cluster.cluster_config.training_config
     self.rl_cluster = rl_cluster
     self.algo_config = algo_config.for_staleness(self._config.staleness)

@@ -13,8 +13,8 @@ import numpy as np
 from tests import toys
 from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device.state import Out, PromptOut
-from tunix.generate.engine.device.token_sampling import Chosen
+from tunix.generate.engine.device.state import LaunchOutput, PromptOut
+from tunix.generate.engine.device.token_sampling import DrawnTokens
 from tunix.generate.engine.scheduling import layer_groups
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -125,9 +125,9 @@ class HostDevice:
   def out(self, width):
     c = self.config
     ints = lambda *shape: np.zeros(shape, np.int32)
-    return Out(
+    return LaunchOutput(
       count=ints(c.slots),
-      chosen=Chosen(
+      chosen=DrawnTokens(
         ids=ints(c.slots, width),
         logps=np.zeros((c.slots, width), np.float32),
         sampling_logps=np.zeros((c.slots, width), np.float32),
@@ -135,7 +135,7 @@ class HostDevice:
         top_logps=np.zeros((c.slots, width, 2), np.float32),
       ),
       stopped=np.zeros(c.slots, bool),
-      bad=np.zeros(c.slots, bool),
+      is_not_finite=np.zeros(c.slots, bool),
       rounds=ints(),
       **{
         x: ints()

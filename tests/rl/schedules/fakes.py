@@ -126,7 +126,7 @@ class FakeExperience:
   def add(self, measured, phases):
     self.measured += measured
 
-  def group(self, batch, client, phases):
+  def sample_group(self, batch, client, phases):
     ids = np.array([int(word) for word in batch.prompts[0].split()], np.int32)
     out = one_turn.completions(self._tokenizer, ids, CONFIG, GENERATIONS, client)
     options = {"group_size": GENERATIONS, "bucketed": False}
@@ -134,7 +134,7 @@ class FakeExperience:
 
   def rollouts(self, batch, mode, number, shape_rewards, *, measured=(), phases=None):
     parts = [
-      self.group(batch.take([n]), WholeBatch(self.key(batch, number)), phases)
+      self.sample_group(batch.take([n]), WholeBatch(self.key(batch, number)), phases)
       for n in range(len(batch.prompts))
     ]
     return dataclasses.replace(common.joined(parts), versions=None)

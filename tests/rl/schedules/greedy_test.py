@@ -222,7 +222,7 @@ def test_the_journal_of_another_model_is_refused_without_a_checkpoint(whole, tmp
 
 
 def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypatch):
-  sampled, calls = Experience.group, []
+  sampled, calls = Experience.sample_group, []
 
   def fails(self, *args):
     calls.append(1)
@@ -230,7 +230,7 @@ def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypa
       raise SystemExit("the sandbox is gone")
     return sampled(self, *args)
 
-  monkeypatch.setattr(Experience, "group", fails)
+  monkeypatch.setattr(Experience, "sample_group", fails)
   made = learner(tmp_path)
   with pytest.raises(SystemExit, match="the sandbox is gone"):
     made.train(data(3))
@@ -245,7 +245,7 @@ def test_an_evaluation_waits_for_the_rewards_of_a_group_and_not_for_ever():
   made = learner(rollout_timeout_s=0.1)
   with (
     made._experience._one_at_a_time,  # as a group's thread holds it
-    pytest.raises(TimeoutError, match=r"0.1 s .* a reward function hangs"),
+    pytest.raises(TimeoutError, match=r"rollout_timeout_s is 0\.1 .* slow or hangs"),
   ):
     made.evaluate(data(1))
   made.close()

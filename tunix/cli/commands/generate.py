@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> None:
       "chat_template.jinja into the model's folder"
     )
   if args.image:
-    prompts, options["images"] = pictures.prompts(folder, args.image, texts, tokenizer)
+    prompts, options["images"] = pictures.prompts_with_images(
+      folder, args.image, texts, tokenizer
+    )
   elif args.chat:
     turns = [[{"role": "user", "content": text}] for text in texts]
     prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]

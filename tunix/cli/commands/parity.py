@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
   if args.prompt:
     prompts, tokenizer = args.prompt, TokenizerAdapter.from_pretrained(args.model)
     if args.image:
-      prompts, options["images"] = pictures.prompts(
+      prompts, options["images"] = pictures.prompts_with_images(
         args.model, args.image, prompts, tokenizer
       )
   else:

@@ -94,7 +94,7 @@ class Engine:
     self.config = EngineConfig() if config is None else config
     self.version = 0
     self._model = model
-    sizes = slot_state.scheduled(self.config, model)
+    sizes = slot_state.scheduler_config(self.config, model)
     self._device = Device(model, self.config, gather_weights, draft_model)
     windows = layer_groups.windows_of(model.config, sizes)
     self._scheduler = Scheduler(sizes, windows)
@@ -304,7 +304,7 @@ class Engine:
       self.run(requests)
       if source == "model":
         # Compiles also the program that computes missing keys of the draft model.
-        self._device.move_nothing()
+        self._device.warm_up_moves()
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()

@@ -1,4 +1,4 @@
-"""Rollouts: samples completions, computes their rewards, and makes training examples.
+"""Samples completions, computes their rewards, and makes training examples.
 
 The loop around these calls is in rl/rl_learner.py.
 """
@@ -106,7 +106,7 @@ class Experience:
     self,
     batch: PromptBatch,
     mode: Mode,
-    number: int,
+    batches_trained: int,
     shape_rewards: ShapeRewards,
     *,
     measured: list[dict[str, Mean]] | None = None,
@@ -117,8 +117,9 @@ class Experience:
     Args:
       batch: the prompts.
       mode: training or evaluation. Only training adds metrics to `measured`.
-      number: number of batches of rollouts that were trained on before. In training,
-        the random key depends only on `number`, on `batch.number` and on the seed.
+      batches_trained: number of batches of rollouts that were trained on before. In
+        training, the random key depends only on `batches_trained`, on `batch.number`
+        and on the seed.
       shape_rewards: computes the scores from the rollouts.
       measured, phases: receive the metrics and the seconds. None: the attributes of
         this object, which only the learner's thread may change. Other threads pass
@@ -132,7 +133,7 @@ class Experience:
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
     with phases("rollout", "rollout"):
-      key = self.key(batch, number if is_training else None)
+      key = self.key(batch, batches_trained if is_training else None)
       rollouts = self._sampled(batch, mode, group, key, phases)
     with self._no_other_rewards(), phases("rewards"):
       rollouts = self._rewarded(rollouts)
@@ -141,29 +142,31 @@ class Experience:
     scores = shape_rewards(rollouts, self.max_tokens(config))
     return dataclasses.replace(rollouts, scores=scores)
 
-  def key(self, batch: PromptBatch, number: int | None) -> jax.Array:
+  def key(self, batch: PromptBatch, batches_trained: int | None) -> jax.Array:
     """Returns the random key of a batch.
 
     Args:
       batch: the prompts.
-      number: number of batches of rollouts that were trained on before; None in
-        evaluations.
+      batches_trained: number of batches of rollouts that were trained on before; None
+        in evaluations.
     """
     seed = self._cluster.cluster_config.rollout(Mode.TRAIN).seed
-    if number is None:
+    if batches_trained is None:
       seed = self._cluster.cluster_config.rollout(Mode.EVAL).seed
     key = jax.random.fold_in(jax.random.key(seed), batch.number)
-    # Prompts that were put back return under the same batch number. `number` gives
-    # them another key.
-    return key if number is None else jax.random.fold_in(key, number)
+    # DAPO can return prompts to the source. They come back with the same
+    # `batch.number`, so `batches_trained` is folded in to give new samples.
+    if batches_trained is None:
+      return key
+    return jax.random.fold_in(key, batches_trained)
 
-  def group(
+  def sample_group(
     self, batch: PromptBatch, client: SamplingClient, phases: Phases
   ) -> Rollouts:
-    """Samples the completions of one prompt in training, and computes their rewards.
+    """Samples the completions of one training prompt, and computes their rewards.
 
-    The scores are the total rewards; `shaped` computes the final ones. Several threads
-    may call this method. Reward functions then run in one thread at a time.
+    `scores` holds the total rewards until `shaped` replaces them. Several threads may
+    call this method. Reward functions then run in one thread at a time.
 
     Args:
       batch: the prompt.
@@ -213,7 +216,7 @@ class Experience:
 
   @contextlib.contextmanager
   def _no_other_rewards(self) -> Iterator[None]:
-    """Waits until no thread of `group` computes rewards, and then keeps them waiting.
+    """Waits for the rewards of `sample_group` in other threads, then blocks them.
 
     Raises:
       TimeoutError: a thread still computes rewards after `rollout_timeout_s`.
@@ -221,9 +224,9 @@ class Experience:
     timeout_s = self._cluster.cluster_config.training_config.rollout_timeout_s
     if not self._one_at_a_time.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
       raise TimeoutError(
-        f"a batch has waited {timeout_s:g} s (rollout_timeout_s) for the rewards of "
-        "another one: a reward function hangs. Give reward functions workers and a "
-        "timeout_s, or raise rollout_timeout_s"
+        f"rollout_timeout_s is {timeout_s:g} and a batch has waited that long for the "
+        "rewards of another batch. A reward function is slow or hangs. Give reward "
+        "functions workers and a timeout_s, or raise rollout_timeout_s"
       )
     try:
       yield
@@ -262,13 +265,13 @@ class Experience:
       phases.add("env_wait", source.take_waited())
       self._note_exchange(phases)
       return rollouts
-    seen = images.read(cluster.images, batch)
+    batch_images = images.read(cluster.images, batch)
     out = cluster.generate(
       batch.inputs,
       mode=mode,
       num_generations=group,
       seed=key,
-      images=() if seen is None else seen.prompts,
+      images=() if batch_images is None else batch_images.prompts,
     )
     self._note_exchange(phases)
     return common.rollouts_of(
@@ -277,7 +280,7 @@ class Experience:
       cluster.cluster_config.rollout(mode),
       group_size=group,
       bucketed=cluster.cluster_config.training_config.bucketed_lengths,
-      images=None if seen is None else seen.rows,
+      images=None if batch_images is None else batch_images.rows,
     )
 
   def _note_exchange(self, phases: Phases) -> None:
@@ -326,7 +329,7 @@ class Experience:
 
     Args:
       rollouts: completions with rewards.
-      advantages: of completions [P * G], or of the tokens of rows [B, R].
+      advantages: [P * G], one for each completion, or [B, R], one for each token.
       old: log-probabilities [B, R] of the policy before the update; None if they are
         not known.
       policy_moves: True if the policy changes between the first and the last update on
@@ -345,7 +348,7 @@ class Experience:
       advantages = rollouts.by_row(advantages)
     _check_finite(advantages[mask if advantages.ndim > 1 else mask.any(1)])
     if rollouts.versions is not None:
-      # The following updates begin with the weights of this step.
+      # Staleness is measured against the weights that the next update starts from.
       step = self._cluster.actor_trainer.train_steps
       self.measured.append(metrics.staleness(rollouts.versions, mask, step))
     with self.phases("scoring"):
@@ -447,8 +450,8 @@ def _check_finite(advantages: np.ndarray) -> None:
   bad = ~(np.abs(advantages) <= np.finfo(np.float32).max)
   if bad.any():
     raise ValueError(
-      f"{bad.sum()} of {bad.size} advantages are not finite, the first is "
-      f"{advantages[bad][0]}; expected finite ones. Lower the weights of the rewards, "
+      f"{bad.sum()} of {bad.size} advantages are not finite (the first one is "
+      f"{advantages[bad][0]}); expected finite ones. Lower the weights of the rewards, "
       "or correct the function of advantage_estimator"
     )
 

@@ -19,19 +19,19 @@ from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
 
 
-class Seen(NamedTuple):
+class BatchImages(NamedTuple):
   """The images of a batch of prompts.
 
   Attributes:
-    prompts: those of each prompt, as samplers take them.
-    rows: those of all prompts, the argument `images` of the model, [P, ...].
+    prompts: images of each prompt, for `Sampler`; None for a prompt without images.
+    rows: pixels of all prompts, stacked: the model's argument `images`, [P, ...].
   """
 
   prompts: Sequence[PromptImages | None]
   rows: Any
 
 
-def read(reader: ImageReader | None, batch: Any) -> Seen | None:
+def read(reader: ImageReader | None, batch: Any) -> BatchImages | None:
   """Reads the images of a batch; None if its prompts have no columns of images.
 
   Args:
@@ -42,29 +42,29 @@ def read(reader: ImageReader | None, batch: Any) -> Seen | None:
     ValueError: there is no reader; or an image is missing or damaged, or has another
       number of tokens than when the prompts were made.
   """
-  if (rooms := batch.columns.get(IMAGE_TOKENS_COLUMN)) is None:
+  if (capacities := batch.columns.get(IMAGE_TOKENS_COLUMN)) is None:
     return None
   if reader is None:
     raise ValueError(
-      "the prompts have images and the cluster has no reader: give RLCluster images=, "
-      "an ImageReader"
+      "images of RLCluster is None and the prompts have images; expected an "
+      "ImageReader. Pass RLCluster(images=ImageReader(...))"
     )
 
   def one(number: int) -> PromptImages | None:
     where = f"prompt {number} of batch {batch.number}"
     pictures = reader.open(batch.columns[IMAGES_COLUMN][number], None, where)
     reader.check(np.asarray(batch.inputs[number]), pictures)
-    return reader.prompt(pictures, max(rooms))
+    return reader.prompt(pictures, max(capacities))
 
   # Pillow and NumPy let other threads run.
   with futures.ThreadPoolExecutor() as pool:
-    prompts = list(pool.map(one, range(len(rooms))))
-  blank = reader.row((), max(rooms))
+    prompts = list(pool.map(one, range(len(capacities))))
+  blank = reader.row((), max(capacities))
   rows = [blank if prompt is None else prompt.pixels for prompt in prompts]
-  return Seen(prompts, jax.tree.map(lambda *x: np.stack(x), *rows))
+  return BatchImages(prompts, jax.tree.map(lambda *x: np.stack(x), *rows))
 
 
-def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
+def check_image_support(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
   """Checks a cluster that reads images.
 
   Args:
@@ -79,20 +79,20 @@ def check(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
   engine, ours = type(cluster.rollout), (VanillaRollout, PaddedRollout)
   replays = cluster.cluster_config.rollout(Mode.TRAIN).replay_routes
   for is_set, what, remedy in (
-    (has_env, "env is set", "leave env out"),
-    (reads_hints, "the algorithm is SDPO", "use another algorithm"),
-    (schedule == "greedy", "schedule is 'greedy'", "set schedule to sync or lagged"),
+    (has_env, "env is set", "Leave env out"),
+    (reads_hints, "the algorithm is SDPO", "Use another algorithm"),
+    (schedule == "greedy", "schedule is 'greedy'", "Set schedule to sync or lagged"),
     (
       engine not in ours,
       f"rollout_engine is {engine.__name__}",
-      'set rollout_engine to "vanilla" or "padded"',
+      'Set rollout_engine to "vanilla" or "padded"',
     ),
-    (replays, "replay_routes is True", "set replay_routes to False"),
+    (replays, "replay_routes is True", "Set replay_routes to False"),
   ):
     if is_set:
       raise ValueError(
-        f"{what} and prompts have images, which is not combined yet: {remedy}, or "
-        "leave the images out"
+        f"{what} and prompts have images; expected prompts without images. {remedy}, "
+        "or remove the images"
       )
   models = {"actor": cluster.actor, "critic": cluster.critic}
   models |= {"reference": cluster.reference, "reward model": cluster.reward}

@@ -206,7 +206,7 @@ class Greedy(Ahead):
     phases.add("rollout", max(each("rollout"), default=0.0))
     phases.add("rewards", sum(each("rewards")))
 
-  def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
+  def _sample_evaluation(self, batch: PromptBatch, number: int) -> Rollouts:
     """Samples with the rollout's own engine, while the engine of the loop is paused."""
     self._cluster.load_weights(self._cluster.weights())
     if self._loop is None:
@@ -249,9 +249,11 @@ class Greedy(Ahead):
   def _prompts_of_first_batch(self) -> int:
     """Returns this process's number of prompts of batch 0, which sizes all engines.
 
-    An engine after a kill has the same size as before, because the size changes the
-    last bits of log-probabilities and a replay has only one size. The present batch
-    cannot give the size: it may be the last one of the data, which may be smaller.
+    After a kill, the engine must have its earlier size: the size changes the last bits
+    of log-probabilities, and a replay uses one size for the whole run. The journal
+    therefore gives the size: the present batch may be the last one of the data, which
+    may be smaller. If there is no journal, or if the journal has no group of batch 0,
+    the present batch gives the size.
     """
     groups = {} if self._journal is None else self._journal.ends
     size = sum(batch == 0 for batch, _ in groups)
@@ -352,7 +354,7 @@ class Greedy(Ahead):
   ) -> None:
     try:
       with mesh_lib.use_mesh(mesh):
-        rollouts = self._experience.group(batch, client, client.phases)
+        rollouts = self._experience.sample_group(batch, client, client.phases)
       content, offset = None, 0
       if self._journal is not None or self._replayed is not None:
         content = json.loads(json.dumps(rollout_codec.to_json(rollouts)))
@@ -363,6 +365,7 @@ class Greedy(Ahead):
       client.hand_in(rollouts, content, offset)
     except Abandoned:
       pass
-    except BaseException as error:  # `rollouts` raises it in the learner's thread
+    except BaseException as error:
+      # `Ahead.rollouts` raises the error in the learner's thread.
       if not client.is_abandoned:
         loop.fail(error)

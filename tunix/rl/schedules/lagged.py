@@ -89,7 +89,7 @@ class Lagged(Ahead):
     self._experience.add(part.measured, part.phases)
     return part.rollouts
 
-  def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
+  def _sample_evaluation(self, batch: PromptBatch, number: int) -> Rollouts:
     job = Job.whole_of(batch, batch.number, Mode.EVAL)
     self._start([job])
     with self._experience.phases("data_wait"):

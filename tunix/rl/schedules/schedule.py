@@ -157,7 +157,7 @@ class Ahead(Schedule):
     """Returns the rollouts of a complete job, and records its metrics and times."""
 
   @abc.abstractmethod
-  def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
+  def _sample_evaluation(self, batch: PromptBatch, number: int) -> Rollouts:
     """Returns rollouts of an evaluation, sampled with the current weights."""
 
   @abc.abstractmethod
@@ -189,7 +189,7 @@ class Ahead(Schedule):
 
   def rollouts(self, batch: PromptBatch, mode: Mode, number: int) -> Rollouts:
     if mode is Mode.EVAL:
-      return self._evaluated(batch, number)
+      return self._sample_evaluation(batch, number)
     if not self._jobs or self._jobs[0].batch is not batch:
       raise not_sampled(batch, self.name)
     job = self._jobs[0]

@@ -29,19 +29,19 @@ def test_vectors_and_last_tokens():
   assert found.last[[2, 3, 6, 7, 8, 20, 25]].tolist() == [2, 6, 6, 7, 11, 23, 25]
   assert found.longest_run == 4
   causal = places(both_ways=False)
-  assert causal.last is None and causal.longest_run == 0 and not causal.joins(4)
+  assert causal.last is None and causal.longest_run == 0 and not causal.is_inside_run(4)
 
 
 def test_digests_of_pages_name_their_images():
   def digests(found):
     out = [b"root"]
-    pages.extended(out, PROMPT, 4, found.mark)
+    pages.extended(out, PROMPT, 4, found.digests_in)
     return out
 
   one, other = digests(places()), digests(places(names=("a", "x", "c")))
   # The second image has tokens in the pages 8-11 and no others.
   assert one[:3] == other[:3] and one[3] != other[3]
-  assert places().mark(4, 9) == b"ab" and places().mark(12, 20) == b""
+  assert places().digests_in(4, 9) == b"ab" and places().digests_in(12, 20) == b""
   plain = [b"root"]
   pages.extended(plain, PROMPT[:3], 3)
   assert plain == digests(places())[:1] + plain[1:]

@@ -405,7 +405,7 @@ def test_logits_that_are_not_finite(make):
     out, scored = launch(*args)
     for s in engine._scheduler.active():
       if s.ticket in (stopped, failed):
-        out.bad[s.slot], out.count[s.slot] = True, 12
+        out.is_not_finite[s.slot], out.count[s.slot] = True, 12
     return out, scored
 
   engine._device.launch = broken

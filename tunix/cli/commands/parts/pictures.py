@@ -9,14 +9,14 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.images.prompt_images import PromptImages
 
 
-def prompts(
+def prompts_with_images(
   folder: str, files: Sequence[str], texts: Sequence[str], tokenizer: TokenizerAdapter
 ) -> tuple[list[list[int]], list[PromptImages | None]]:
   """Returns the ids and the images of user turns with images before their text.
 
   Args:
     folder: folder of the model.
-    files: the images of each turn, at least one.
+    files: image files; every turn gets all of them. At least one.
     texts: the text of each turn.
     tokenizer: a tokenizer with a chat template.
 
@@ -26,8 +26,8 @@ def prompts(
   reader = model_folders.image_reader(folder, True)
   if reader is None:
     raise ValueError(
-      f"--image is given, and {folder} is no folder of a model that reads images; see "
-      "docs/guides/images.md for the families"
+      f"model is {folder}, which has no vision tower; expected a model that reads "
+      "images. See docs/guides/images.md for the families, or leave --image out"
     )
   pictures = reader.open(files, None, "--image")
   out = []

@@ -239,7 +239,7 @@ class PageKeeper:
       )
     self.store = store
 
-  def move_nothing(self) -> None:
+  def warm_up_moves(self) -> None:
     """Calls the program that copies pages, with nothing to copy."""
     copies = np.zeros(
       (max(64, self._config.slots), len(self.store.tables), 2), np.int32

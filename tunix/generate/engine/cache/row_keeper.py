@@ -121,7 +121,7 @@ class RowKeeper:
       first = copies[-1] if i == 0 else none
       self.store = programs.call("engine load", self._load, self.store, *first, *part)
 
-  def move_nothing(self) -> None:
+  def warm_up_moves(self) -> None:
     """Calls the programs that move pages, with nothing to move.
 
     This compiles or records them for the current width of rows.

@@ -1,4 +1,4 @@
-"""The state of layers that keep no keys and values: one state for each slot.
+"""The state of recurrent layers, one state for each slot.
 
 A recurrent layer (a gated delta net, Mamba-2) has a state of fixed size: a summary of
 all tokens so far, and the last inputs of a short convolution. The state belongs to a
@@ -8,8 +8,8 @@ them gets a copy of the state after the prompt. A completion that loses its slot
 computed again from its first token.
 
 A mixer with a state needs two things. Its method `empty_state(rows)` returns the state
-of `rows` new rows, a tree of arrays [rows, ...]. In a call with a cache, it runs its
-tokens with the method `recur` of the layer's cache.
+of `rows` new rows, a tree of arrays [rows, ...]. If the call has a cache, the mixer
+passes its tokens to `recur` of the layer's cache.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class SlotLayer:
     """
     p = self.places
     slots = jax.tree.leaves(self.state)[0].shape[0]
-    assert p.width <= 1  # the engine refuses drafts: they can need undoing
+    # A rejected draft would need the earlier state, so the engine refuses drafts.
+    assert p.width <= 1
     own, is_valid, state, parts = slots * p.width, p.slots < slots, self.state, []
     if p.width:
       tokens = jax.tree.map(lambda x: x[:own], inputs)
       out, new = step(state, tokens, is_valid[:own, None])
-      state = _where(is_valid[:own], new, state)
+      state = _select_rows(is_valid[:own], new, state)
       parts.append(out)
     blocks = p.block_slots.shape[0]
     if blocks:
@@ -95,12 +96,15 @@ def _run_block(step: Step, state: State, inputs, slot, start, is_valid):
   old = jax.tree.map(lambda x: x[slot][None], state)
   first = jax.tree.map(lambda x: jnp.where(start == 0, jnp.zeros_like(x), x), old)
   out, new = step(first, inputs, is_valid)
-  new = _where(jnp.any(is_valid, axis=1), new, old)
+  new = _select_rows(jnp.any(is_valid, axis=1), new, old)
   return jax.tree.map(lambda x, y: x.at[slot].set(y[0]), state, new), out
 
 
-def _where(is_new: jax.Array, new: State, old: State) -> State:
-  """Returns the new states of some rows, in the dtypes of the old ones."""
+def _select_rows(is_new: jax.Array, new: State, old: State) -> State:
+  """Returns `new` in rows where `is_new` is True and `old` elsewhere.
+
+  The result has the dtypes of `old`.
+  """
 
   def wide(x):
     return is_new.reshape(-1, *(1,) * (x.ndim - 1))
@@ -192,11 +196,13 @@ def makers_of(model: Transformer) -> tuple[Maker | None, ...]:
   return tuple(getattr(layer.attn, "empty_state", None) for layer in layers)
 
 
-def scheduled(config: EngineConfig, model: Transformer) -> EngineConfig:
-  """Returns the scheduler's sizes: a model with states has no prefix cache.
+def scheduler_config(config: EngineConfig, model: Transformer) -> EngineConfig:
+  """Returns the configuration for the scheduler.
+
+  `prefix_cache` is False if the model has recurrent layers.
 
   Raises:
-    ValueError: the model has states, and the engine has drafts.
+    ValueError: the model has recurrent layers, and the engine has drafts.
   """
   if not any(makers_of(model)):
     return config
@@ -243,12 +249,15 @@ class SlotKeeper:
     self._states = () if store is None else store.states
 
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
-    """Prepares the pages; states restart from zeros at a completion's first token."""
+    """Prepares the pages.
+
+    States need no preparation: a block at position 0 starts from zeros.
+    """
     self._inner.prepare(plan, running)
 
-  def move_nothing(self) -> None:
-    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
-    self._inner.move_nothing()
+  def warm_up_moves(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.warm_up_moves`."""
+    self._inner.warm_up_moves()
 
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Writes parts of rows to pages, see `RowKeeper.write`."""

@@ -2,8 +2,8 @@
 
 In a round every slot that decodes runs its last token and draws the next one. `mixed`
 runs rounds that also prefill blocks of prompts; `decode` runs rounds that only decode,
-until every slot is done. Both append what they draw to `Out`, which the host reads once
-per launch. No shape depends on the load.
+until every slot is done. Both append the drawn tokens to `LaunchOutput`, which the host
+reads once per launch. No shape depends on the load.
 
 While a constrained completion runs, a launch is one round in two programs: `forward`
 computes the logits, and `draw` draws with the masks that the host computes meanwhile.
@@ -35,8 +35,15 @@ from tunix.generate.engine.device import (
 )
 from tunix.generate.engine.device.draft_rounds import Draft
 from tunix.generate.engine.device.rounds import Bank
-from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Ran, Round, Slots
-from tunix.generate.engine.device.token_sampling import Chosen, Rules
+from tunix.generate.engine.device.state import (
+  Blocks,
+  LaunchOutput,
+  ModelOutput,
+  PromptOut,
+  Round,
+  Slots,
+)
+from tunix.generate.engine.device.token_sampling import DrawnTokens, Rules
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
@@ -101,7 +108,7 @@ def forward(
   bank: Bank | None,
   blocks: Blocks,
   tops: int,
-) -> tuple[Any, Ran, PromptOut]:
+) -> tuple[Any, ModelOutput, PromptOut]:
   """Runs the first half of one round: everything that no constraint can change.
 
   The host computes the masks of constraints while this program runs, and then calls
@@ -128,12 +135,12 @@ def forward(
 @functools.partial(jax.jit, donate_argnums=1)
 def draw(
   slots: Slots,
-  out: Out,
+  out: LaunchOutput,
   rules: Rules,
-  ran: Ran,
+  ran: ModelOutput,
   blocks: Blocks,
   allowed: Leaf,
-) -> tuple[Slots, Out]:
+) -> tuple[Slots, LaunchOutput]:
   """Runs the second half of one round: draws the tokens.
 
   Args:
@@ -210,7 +217,7 @@ def decode(
 
 def _run_drafts(
   model: nnx.Module, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
-) -> tuple[Any, Chosen, tuple[jax.Array, jax.Array]]:
+) -> tuple[Any, DrawnTokens, tuple[jax.Array, jax.Array]]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 
   Args:
@@ -255,12 +262,12 @@ def _run_drafts(
 
 def _emit_right_ones(
   slots: Slots,
-  out: Out,
+  out: LaunchOutput,
   tokens: jax.Array,
-  chosen: Chosen,
+  chosen: DrawnTokens,
   is_finite: jax.Array,
   is_run: jax.Array,
-) -> tuple[Slots, Out]:
+) -> tuple[Slots, LaunchOutput]:
   """Appends the drawn tokens up to the first that differs from its draft.
 
   Args:

@@ -14,13 +14,13 @@ from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.device import adapters, prompt_lookup, token_sampling
 from tunix.generate.engine.device.state import (
   Blocks,
-  Out,
+  LaunchOutput,
+  ModelOutput,
   PromptOut,
-  Ran,
   Slots,
   Vectors,
 )
-from tunix.generate.engine.device.token_sampling import Chosen, Rules
+from tunix.generate.engine.device.token_sampling import DrawnTokens, Rules
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
 
@@ -50,7 +50,7 @@ def run_model(
   here: Blocks,
   rules: Rules,
   tops: int,
-) -> tuple[Any, Ran, PromptOut]:
+) -> tuple[Any, ModelOutput, PromptOut]:
   """Returns the store, what each slot draws from, and the scores of prompts."""
   batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
   is_run = offsets < here.counts[:, None]
@@ -77,7 +77,7 @@ def run_model(
   picked = jnp.where(first, batch + here.draws, own)
   # A follower draws after its leader's token, and goes on from its leader's state.
   store = store.forked(jnp.where(first, places.slots[picked], own))
-  ran = Ran(
+  ran = ModelOutput(
     logits_of(model, hidden[picked]), None if routes is None else routes[picked]
   )
   targets = here.targets.reshape(-1)
@@ -95,12 +95,12 @@ def run_model(
 
 def draw(
   slots: Slots,
-  out: Out,
+  out: LaunchOutput,
   rules: Rules,
-  ran: Ran,
+  ran: ModelOutput,
   here: Blocks,
   allowed: Leaf | None,
-) -> tuple[Slots, Out]:
+) -> tuple[Slots, LaunchOutput]:
   """Draws the token of each slot that decodes, or whose prompt the round has ended."""
   chosen, is_finite = token_sampling.choose(
     ran.logits, rules, slots.index, allowed, *out.chosen.sizes
@@ -112,7 +112,7 @@ def draw(
     position=jnp.where(first, here.ends - 1, slots.position),
   )
   slots, out = emit(slots, out, chosen._replace(routes=ran.routes), is_finite)
-  slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
+  slots = dataclasses.replace(slots, active=slots.active & ~slots.is_waiting)
   return slots, dataclasses.replace(out, rounds=out.rounds + 1)
 
 
@@ -207,8 +207,8 @@ def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
 
 
 def emit(
-  slots: Slots, out: Out, chosen: Chosen, is_finite: jax.Array
-) -> tuple[Slots, Out]:
+  slots: Slots, out: LaunchOutput, chosen: DrawnTokens, is_finite: jax.Array
+) -> tuple[Slots, LaunchOutput]:
   """Appends the chosen tokens of the active slots, and ends the slots that are done.
 
   Args:
@@ -231,7 +231,7 @@ def emit(
     count=out.count + draws,
     chosen=jax.tree.map(write, out.chosen, chosen),
     stopped=out.stopped | stops,
-    bad=out.bad | bad,
+    is_not_finite=out.is_not_finite | bad,
   )
   history = slots.history
   if history.shape[1]:
@@ -252,7 +252,7 @@ def emit(
   return slots, out
 
 
-def watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
+def watched(slots: Slots, out: LaunchOutput, tokens: jax.Array) -> LaunchOutput:
   """Compares the drawn tokens with first drafts, in every eighth round."""
 
   def watch():

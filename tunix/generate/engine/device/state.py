@@ -1,4 +1,23 @@
-"""The arrays of a launch: slots, blocks of prompts, and results."""
+"""The arrays of a launch: slots, blocks of prompts, and results.
+
+Letters in shapes:
+
+    B  slots
+    C  tokens that a slot can draw in one launch, at most
+    D  width of an embedding
+    E  stop ids of a slot, at most
+    F  rows of the table of image vectors
+    L  tokens of a completion, at most (`EngineConfig.max_tokens`)
+    M  layers with experts
+    N  blocks of a round
+    P  pairs of rotary dimensions
+    Q  tokens of a block (`EngineConfig.page_tokens`)
+    R  rounds that prefill
+    V  tokens of the vocabulary
+    k  experts of a token
+    n  groups of D columns of that table
+    t  most likely tokens that are returned
+"""
 
 from __future__ import annotations
 
@@ -9,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.generate.engine.device import token_sampling
-from tunix.generate.engine.device.token_sampling import Chosen
+from tunix.generate.engine.device.token_sampling import DrawnTokens
 from tunix.models.transformer.experts.route_records import RouteForm
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
@@ -26,12 +45,14 @@ class Slots:
     index: int32 [B], number of the next drawn token in its completion.
     limit: int32 [B], number of tokens at which a completion ends.
     active: bool [B], True for slots that decode.
-    holds: bool [B], True for slots that draw a first token and wait for their pages.
-    stop_ids: int32 [B, E], ids that end it, padded by `batching.NO_TOKEN`.
-    history: int32 [B, M], all tokens, for drafts; [B, 0] without.
+    is_waiting: bool [B], True for slots that draw their first token in this launch
+      and decode only after their pages are copied.
+    stop_ids: int32 [B, E], ids that end the completion, padded by `batching.NO_TOKEN`.
+    history: int32 [B, L], all tokens of the completion; [B, 0] if the engine makes no
+      drafts.
     drafted: int32 [B], number of tokens with keys of the draft model.
-    shift: int32 [B], what images change the rotary position of `last` by; None: the
-      engine has had no images that do.
+    shift: int32 [B], offset that images add to the rotary position of `last`. None
+      until the first request with such an offset.
   """
 
   last: Leaf
@@ -39,7 +60,7 @@ class Slots:
   index: Leaf
   limit: Leaf
   active: Leaf
-  holds: Leaf
+  is_waiting: Leaf
   stop_ids: Leaf
   history: Leaf
   drafted: Leaf
@@ -48,7 +69,7 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Out:
+class LaunchOutput:
   """The tokens that a launch has drawn: written on the device, read on the host.
 
   Attributes:
@@ -56,20 +77,22 @@ class Out:
     chosen: the drawn tokens, [B, C] and [B, C, ...]; `count` columns of a row are
       valid.
     stopped: bool [B], True if one of `stop_ids` was drawn.
-    bad: bool [B], True if a logit was not finite; the token before is the last.
+    is_not_finite: bool [B], True if a logit was NaN or +inf, or if no token was
+      allowed. The token before is then the last one.
     rounds: int32 scalar, number of rounds.
-    turns: int32 scalar, rounds of `decode`, summed over the slots that decoded in them.
-    decoded: int32 scalar, tokens that they drew.
-    proposed, accepted: int32 scalars, drafts that were run, and those that were right.
+    turns: int32 scalar, sum, over the rounds of `decode`, of the number of active
+      slots.
+    decoded: int32 scalar, tokens drawn in rounds of `decode`.
+    proposed, accepted: int32 scalars, drafts that were run, and drafts that were right.
     watched, predicted: int32 scalars. A slot that decodes without drafts compares its
-      token with the draft that it would have had: the number of comparisons, and how
-      many were equal.
+      token with the draft that it would have had. `watched` is the number of
+      comparisons, and `predicted` the number of equal pairs.
   """
 
   count: jax.Array
-  chosen: Chosen
+  chosen: DrawnTokens
   stopped: jax.Array
-  bad: jax.Array
+  is_not_finite: jax.Array
   rounds: jax.Array
   turns: jax.Array
   decoded: jax.Array
@@ -83,14 +106,14 @@ class Vectors(NamedTuple):
   """The vectors of images in blocks.
 
   Attributes:
-    table: the vectors [F, n D]: those of the embeddings, and those that are added
-      after the first n - 1 layers.
-    index: int32 [R, N, Q], row of the table that replaces the embedding of each token;
-      -1: none.
+    table: float [F, n * D], one row for each soft token. Columns 0 to D replace the
+      embedding. Each further group of D columns is added to the output of one of the
+      first n - 1 layers (DeepStack).
+    index: int32 [R, N, Q], row of the table for each token; -1 for text.
     last: int32 [R, N, Q], position of the last token that each token attends to; None:
       its own.
-    rope: int32 [R, N, Q, R/2], what is added to the rotary positions of each token;
-      None: nothing.
+    rope: int32 [R, N, Q, P], offsets of the rotary positions of each token; None: no
+      offsets.
   """
 
   table: Leaf
@@ -143,7 +166,7 @@ class PromptOut(NamedTuple):
   routes: jax.Array | None = None
 
 
-class Ran(NamedTuple):
+class ModelOutput(NamedTuple):
   """Results of the model that the slots draw from.
 
   Attributes:
@@ -157,17 +180,24 @@ class Ran(NamedTuple):
 
 def empty(
   slots: int, columns: int, tops: int, form: RouteForm | None = None, head: int = 0
-) -> Out:
-  """Returns an `Out` without tokens; `form` is that of recorded routes, or None."""
+) -> LaunchOutput:
+  """Returns a `LaunchOutput` without tokens.
+
+  Args:
+    slots, columns: sizes B and C.
+    tops: number t of most likely tokens.
+    form: form of recorded routes; None if routes are not recorded.
+    head: see `token_sampling.choose`.
+  """
 
   def number():
     return jnp.zeros((), jnp.int32)
 
-  return Out(
+  return LaunchOutput(
     count=jnp.zeros(slots, jnp.int32),
     chosen=token_sampling.empty((slots, columns), tops, form, head),
     stopped=jnp.zeros(slots, bool),
-    bad=jnp.zeros(slots, bool),
+    is_not_finite=jnp.zeros(slots, bool),
     rounds=number(),
     turns=number(),
     decoded=number(),
@@ -190,5 +220,5 @@ class Round(NamedTuple):
 
   slots: Slots
   store: Any
-  out: Out
+  out: LaunchOutput
   draft_store: Any = None

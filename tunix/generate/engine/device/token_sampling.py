@@ -72,7 +72,7 @@ def repeated(rules: Rules, count: int) -> Rules:
   )
 
 
-class Chosen(NamedTuple):
+class DrawnTokens(NamedTuple):
   """The tokens of one position of every row, with the columns of `tokens.Tokens`.
 
   Attributes:
@@ -105,9 +105,9 @@ class Chosen(NamedTuple):
 
 def empty(
   shape: tuple[int, ...], tops: int, form: RouteForm | None, head: int = 0
-) -> Chosen:
+) -> DrawnTokens:
   """Returns zeros; `form` is that of recorded routes, or None."""
-  return Chosen(
+  return DrawnTokens(
     jnp.zeros(shape, jnp.int32),
     jnp.zeros(shape, jnp.float32),
     jnp.zeros(shape, jnp.float32),
@@ -125,7 +125,7 @@ def choose(
   allowed: Int[Array, "B W"] | None = None,
   tops: int = 0,
   head: int = 0,
-) -> tuple[Chosen, Bool[Array, " B"]]:
+) -> tuple[DrawnTokens, Bool[Array, " B"]]:
   """Chooses the token of every row.
 
   Args:
@@ -159,7 +159,7 @@ def choose(
   )
   # The best logit is NaN if any is. A sampled token would not show it.
   at = jnp.take_along_axis(biased, best[:, None], axis=1)[:, 0]
-  chosen = Chosen(
+  chosen = DrawnTokens(
     *(tokens, logps, drawn, top_ids, top_logps),
     head_ids=head_ids,
     head_probs=head_probs,

@@ -38,7 +38,7 @@ def slots_of(
     index=numbers(),
     limit=numbers(),
     active=np.zeros(count, bool),
-    holds=np.zeros(count, bool),
+    is_waiting=np.zeros(count, bool),
     stop_ids=np.full((count, STOP_IDS), batching.NO_TOKEN, np.int32),
     history=np.full((count, config.max_tokens if drafts else 0), -1, np.int32),
     drafted=numbers(),
@@ -56,7 +56,7 @@ def slots_of(
     if drafts:
       slots.history[at, : s.length] = s.known
   for fork in plan.forks:
-    slots.holds[fork.follower.slot] = True
+    slots.is_waiting[fork.follower.slot] = True
   return slots
 
 
@@ -180,9 +180,9 @@ def _vectors(
         continue
       vectors = places.vector[block.start : end]
       is_image = vectors >= 0
-      if (turned := places.turned(block.start, end)) is not None:
-        rope = np.zeros((*shape, turned.shape[1]), np.int32) if rope is None else rope
-        rope[number, n, : block.count] = turned
+      if (offsets := places.rope_offsets(block.start, end)) is not None:
+        rope = np.zeros((*shape, offsets.shape[1]), np.int32) if rope is None else rope
+        rope[number, n, : block.count] = offsets
       elif not is_image.any():
         continue
       tables.append(vectors_of(places.images)[vectors[is_image]])

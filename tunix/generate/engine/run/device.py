@@ -25,7 +25,13 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import launch, state as state_lib
 from tunix.generate.engine.device.adapters import AdapterBank
 from tunix.generate.engine.device.draft_rounds import Draft
-from tunix.generate.engine.device.state import Blocks, Out, PromptOut, Round, Slots
+from tunix.generate.engine.device.state import (
+  Blocks,
+  LaunchOutput,
+  PromptOut,
+  Round,
+  Slots,
+)
 from tunix.generate.engine.device.token_sampling import Rules
 from tunix.generate.engine.run import arrays
 from tunix.generate.engine.run.draft_model import DraftModel
@@ -105,7 +111,7 @@ class Device:
     running: list[Sequence | None],
     masks: Callable[[], np.ndarray] | None,
     source: Source = "none",
-  ) -> tuple[Out, Scored]:
+  ) -> tuple[LaunchOutput, Scored]:
     """Runs a plan.
 
     Args:
@@ -247,11 +253,11 @@ class Device:
     """Ends the next launch when `idle` slots are free or done."""
     self._wanted = idle
 
-  def move_nothing(self) -> None:
-    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
+  def warm_up_moves(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.warm_up_moves`."""
     assert self._keeper is not None
     with mesh_lib.use_mesh(self._mesh):
-      self._keeper.move_nothing()
+      self._keeper.warm_up_moves()
       if self.draft is not None:
         self.draft.call_all()
 
@@ -333,7 +339,7 @@ def _encode(graph: nnx.GraphDef[Any], state: nnx.State, pixels: Any) -> jax.Arra
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _start(
   slots: Slots, columns: int, tops: int, form: RouteForm | None, head: int
-) -> tuple[Slots, Out]:
+) -> tuple[Slots, LaunchOutput]:
   """Returns the slots and empty results, placed as launches return them.
 
   A program that follows another one in a launch would else be compiled a second time.

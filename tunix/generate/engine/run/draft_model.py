@@ -223,7 +223,7 @@ class DraftModel:
     """
     c = self._config
     none = np.zeros(c.slots, np.int32)
-    self._kept().move_nothing()
+    self._kept().warm_up_moves()
     self._catch_up(np.zeros((c.slots, c.max_tokens), np.int32), none, none)
 
   def _catch_up(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.device.state import Out
+from tunix.generate.engine.device.state import LaunchOutput
 from tunix.generate.engine.request import RequestError
 from tunix.generate.engine.run import results
 from tunix.generate.engine.run.device import Device
@@ -90,7 +90,7 @@ class Launches:
     self._read(plan, running, out, source, version)
     return True
 
-  def _count(self, plan: Plan, source: Source, out: Out) -> None:
+  def _count(self, plan: Plan, source: Source, out: LaunchOutput) -> None:
     proposed, accepted = int(out.proposed), int(out.accepted)
     self.counts.update(
       launches=1,
@@ -102,7 +102,9 @@ class Launches:
     if source == "model":
       self.counts.update(model_draft_tokens=proposed, model_accepted_tokens=accepted)
 
-  def _watch(self, plan: Plan, source: Source, out: Out, seconds: float) -> None:
+  def _watch(
+    self, plan: Plan, source: Source, out: LaunchOutput, seconds: float
+  ) -> None:
     turns, drawn = int(out.turns), int(out.decoded)
     hits, seen = int(out.predicted), int(out.watched)
     self._drafts.record(source, turns, drawn, hits, seen)
@@ -113,7 +115,7 @@ class Launches:
     self,
     plan: Plan,
     running: list[Sequence | None],
-    out: Out,
+    out: LaunchOutput,
     source: Source,
     version: int,
   ) -> None:
@@ -143,7 +145,8 @@ class Launches:
       if s not in followers:
         pages = range(before[slot] // size, end)
         written += [(slot, page, *s.pages_at(page)) for page in pages]
-      if out.bad[slot] and reason is None:  # else it ended before the bad token
+      # With a reason, the completion ended before the token with such logits.
+      if out.is_not_finite[slot] and reason is None:
         s.failure = _not_finite(s)
       results.hand_out(s, out, slot, count, None if s.failure else reason, version)
       if s.failure is not None:

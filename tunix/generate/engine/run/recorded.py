@@ -55,7 +55,7 @@ def launch(
       for source in sources if is_whole else sources[-1:]:
         device.launch(plan, running, None, source)
     if is_whole:
-      device.move_nothing()
+      device.warm_up_moves()
 
 
 def _plans(sequence: Sequence, config: EngineConfig, is_whole: bool) -> Iterator[Plan]:

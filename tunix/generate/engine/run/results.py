@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate.engine.device.state import Out, PromptOut
+from tunix.generate.engine.device.state import LaunchOutput, PromptOut
 from tunix.generate.engine.request import RequestError, Ticket
 from tunix.generate.engine.scheduling import matchers
 from tunix.generate.engine.scheduling.plan import Block
@@ -15,7 +15,7 @@ from tunix.generate.tokens import Completion, Delta, Tokens, joined
 from tunix.utils.setting import named_values
 
 
-def take(s: Sequence, out: Out) -> tuple[int, str | None]:
+def take(s: Sequence, out: LaunchOutput) -> tuple[int, str | None]:
   """Appends the tokens that a launch drew for a completion.
 
   Args:
@@ -49,7 +49,12 @@ def take(s: Sequence, out: Out) -> tuple[int, str | None]:
 
 
 def hand_out(
-  s: Sequence, out: Out, slot: int, count: int, reason: str | None, version: int
+  s: Sequence,
+  out: LaunchOutput,
+  slot: int,
+  count: int,
+  reason: str | None,
+  version: int,
 ) -> None:
   """Puts the last `count` tokens of a completion into its ticket.
 
@@ -79,7 +84,7 @@ def hand_out(
   )
 
 
-def _columns(s: Sequence, out: Out, slot: int, count: int) -> dict[str, Any]:
+def _columns(s: Sequence, out: LaunchOutput, slot: int, count: int) -> dict[str, Any]:
   """Returns the columns of the drawn tokens that the request asks for."""
   chosen, request, tops = out.chosen, s.request, ("top_ids", "top_logps")
   columns = chosen._asdict() if request.logprobs else {"ids": chosen.ids}

@@ -15,12 +15,13 @@ class ImagePlaces:
 
   Attributes:
     images: the images.
-    vector: int32 [T], number of the vector that replaces each token's embedding; -1 for
-      tokens of text.
+    vector: int32 [T], index of the vector that replaces each token's embedding; -1 for
+      text.
     last: int32 [T], the last position that each token attends to, if the tokens of an
       image attend to each other in both directions; None: its own.
-    rope: int32 [T + 1, R/2], what is added to the rotary positions of each token and of
-      the one after the prompt, see `Transformer.__call__`; None: nothing.
+    rope: int32 [T + 1, P], offsets of the rotary positions of the T tokens of the
+      prompt and of the first token after it, for the P pairs of rotary dimensions; see
+      `Transformer.__call__`. None: no offsets.
   """
 
   images: PromptImages
@@ -37,7 +38,7 @@ class ImagePlaces:
     both_ways: bool,
     rope: np.ndarray | None = None,
   ) -> ImagePlaces:
-    """Finds the soft tokens of a prompt, which are those of its images."""
+    """Assigns the vectors of the images to the soft tokens of a prompt, in order."""
     is_soft = prompt == soft_token
     vector = np.where(is_soft, np.cumsum(is_soft) - 1, -1).astype(np.int32)
     if not both_ways:
@@ -54,23 +55,27 @@ class ImagePlaces:
     """Offset of the rotary positions of all tokens after the prompt."""
     return 0 if self.rope is None else int(self.rope[-1, 0])
 
-  def turned(self, start: int, end: int) -> np.ndarray | None:
-    """Returns `rope` of the tokens from `start` up to `end`, drawn ones included."""
+  def rope_offsets(self, start: int, end: int) -> np.ndarray | None:
+    """Returns the rotary offsets of positions `start` to `end - 1`, [end - start, P].
+
+    Positions after the prompt have the last offset. None: there are no offsets.
+    """
     if self.rope is None:
       return None
     return self.rope[np.minimum(np.arange(start, end), len(self.rope) - 1)]
 
-  def mark(self, start: int, end: int) -> bytes:
-    """Returns the digests of the images with a soft token from `start` up to `end`."""
+  def digests_in(self, start: int, end: int) -> bytes:
+    """Returns the digests of the images that have soft tokens in [start, end)."""
     vectors = self.vector[start:end]
     ends = np.cumsum(self.images.counts)
     found = np.searchsorted(ends, vectors[vectors >= 0], side="right")
     return b"".join(self.images.digests[i] for i in np.unique(found))
 
-  def cuts(self, start: int, end: int, size: int) -> list[int]:
-    """Returns the starts of the blocks of the tokens from `start` up to `end`.
+  def block_starts(self, start: int, end: int, size: int) -> list[int]:
+    """Splits [start, end) into blocks and returns their starts.
 
-    A block begins at each page and at each run of soft tokens.
+    A block starts at each page boundary (every `size` tokens). If the tokens of an
+    image attend to each other, a block also starts at each run of soft tokens.
     """
     pages = [start, *range((start // size + 1) * size, end, size)]
     if self.last is None:
@@ -79,7 +84,7 @@ class ImagePlaces:
     begins = (self.last[at] > at) & (self.last[at - 1] < at)
     return sorted({*pages, *at[begins].tolist()})
 
-  def joins(self, at: int) -> bool:
+  def is_inside_run(self, at: int) -> bool:
     """Returns True if the token before `at` attends to the token at `at`."""
     last = self.last
     return last is not None and 0 < at < len(last) and bool(last[at - 1] >= at)

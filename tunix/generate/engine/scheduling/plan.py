@@ -114,9 +114,9 @@ def _blocks_of(s: Sequence, size: int) -> list[Block]:
   if images is None:
     starts = range(s.computed, s.length, size)
     return [Block(s, at, min(size, s.length - at)) for at in starts]
-  starts = images.cuts(s.computed, s.length, size)
+  starts = images.block_starts(s.computed, s.length, size)
   return [
-    Block(s, at, end - at, at > s.computed and images.joins(at))
+    Block(s, at, end - at, at > s.computed and images.is_inside_run(at))
     for at, end in zip(starts, [*starts[1:], s.length])
   ]
 

@@ -104,7 +104,7 @@ class Sequence:
 
   def name_pages(self, tokens: int, page_tokens: int) -> None:
     """Extends `digests` to the full pages of the first `tokens` tokens."""
-    marks = () if self.images is None else (self.images.mark,)
+    marks = () if self.images is None else (self.images.digests_in,)
     pages_lib.extended(self.digests, self.known[:tokens], page_tokens, *marks)
 
   @property
