@@ -22,10 +22,11 @@ GRPO = ("--job=grpo", "--rl.mini_batch_size=4", "--rl.bucketed_lengths=true", *S
 PPO = ("--job=ppo", "--rl.compute_logps_micro_batch_size=4", *SIZES)
 
 
-def test_the_programs_are_those_of_the_run(monkeypatch):
+@pytest.mark.parametrize("words", [(), ("--rollout.weights=int8",)])
+def test_the_programs_are_those_of_the_run(words, monkeypatch):
   """A real learner goes through a step, and the texts of what it runs are noted."""
   config = plan_main.settled(
-    config_lib.load([*PPO, "--reward.functions=length(target=3)"]), MESH
+    config_lib.load([*PPO, *words, "--reward.functions=length(target=3)"]), MESH
   )
   mesh = topology.find("cpu:8").mesh(MESH)
   planned = plan_main._records(config, plan_main._trainer(config, mesh), mesh)
@@ -53,6 +54,7 @@ def test_the_programs_are_those_of_the_run(monkeypatch):
   for name, one in planned.items():
     assert one.lowered.as_text() == ran[name], name
   assert planned["actor scoring"].calls == 2 and planned["prefill"].calls == 1
+  assert ("i8" in planned["unstack"].lowered.as_text()) == bool(words)
 
 
 def test_engines_of_processes_are_not_planned():

@@ -11,7 +11,7 @@ from tests import toys_text
 from tests.toys_calls import TEMPLATES, raw_tokenizer, tokenizer_of
 from tunix.data import chat, show
 from tunix.data.records import SFT
-from tunix.data.turns import spans
+from tunix.data.turns import trained_spans
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 WITH_CALLS = [name for name, entry in TEMPLATES.items() if "no_calls" not in entry[3]]
@@ -154,7 +154,7 @@ def test_long_conversations_with_calls_are_rendered_a_fixed_number_of_times(name
 
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     closing = list(tokenizer.special_tokens())
-    spans.find_segments(messages, turns, render, closing)
+    trained_spans.find_segments(messages, turns, render, closing)
     return calls[0]
 
   assert count(8) == count(16) <= 24

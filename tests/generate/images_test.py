@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests import toys, toys_images
 from tunix.data.images import ImageReader
-from tunix.data.turns.spans import Segment
+from tunix.data.turns.trained_spans import Segment
 from tunix.generate.drawing.options import SamplingOptions
 from tunix.generate.engine.cache.slot_state import makers_of
 from tunix.generate.engine.config import EngineConfig

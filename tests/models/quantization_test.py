@@ -41,11 +41,26 @@ def test_error_of_four_bits(method, low, high):
   assert low < checkpoints.relative(back, kernel) < high
 
 
-def test_error_of_eight_bits():
+@pytest.mark.parametrize(
+  "method, dtype, low, high",
+  [("int8", jnp.int8, 0.005, 0.01), ("fp8", jnp.int8, 0.02, 0.03)],
+)
+def test_error_of_eight_bits(method, dtype, low, high):
   kernel = jax.random.normal(jax.random.key(0), (2, 256, 64))
-  codes, scales, back = round_trip(kernel, "int8", 256)
-  assert codes.dtype == jnp.int8 and scales.shape == (2, 1, 64)
-  assert checkpoints.relative(back, kernel) < 0.01
+  codes, scales, back = round_trip(kernel, method, 256)
+  assert codes.dtype == dtype and codes.shape == kernel.shape
+  assert scales.shape == (2, 1, 64)
+  assert low < checkpoints.relative(back, kernel) < high
+
+
+def test_fp8_by_hand():
+  # Scale 448 / 448 = 1. E4M3 has 3 bits after the first: near 20 its numbers are 2
+  # apart, so that 21 lies between 20 and 22 and goes to 20, whose last bit is 0.
+  kernel = jnp.array([448.0, -448.0, 21.0, 2.0**-9])[:, None]
+  codes, scales, back = round_trip(kernel, "fp8", 4)
+  assert scales.tolist() == [[1.0]]
+  assert back[:, 0].tolist() == [448.0, -448.0, 20.0, 2.0**-9]
+  assert codes[0, 0] == 0b01111110  # exponent 8, mantissa 6 of 8
 
 
 def test_nf4_by_hand():
@@ -90,7 +105,7 @@ def test_smaller_blocks_and_scales_of_bfloat16_change_something():
 @pytest.mark.parametrize(
   "options, message",
   [
-    ({"method": "fp8"}, "method 'fp8' is unknown: use one of nf4, int4, int8"),
+    ({"method": "fp4"}, "method 'fp4' is unknown: use one of nf4, int4, int8"),
     ({"block": 3}, "block is 3, it must be even"),
     ({"scale_dtype": jnp.int8}, "scale_dtype is"),
   ],
@@ -118,7 +133,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize(
-  "method, limit", [("nf4", 0.15), ("int4", 0.2), ("int8", 0.02)]
+  "method, limit", [("nf4", 0.15), ("int4", 0.2), ("int8", 0.02), ("fp8", 0.04)]
 )
 @pytest.mark.parametrize("stacked", [True, SLOW])
 def test_forward_is_close(method, limit, stacked):
@@ -191,7 +206,7 @@ def test_bytes_of_the_state():
 
   full = kernels(model)  # 4 bytes a weight
   lm_head = state(model)["lm_head.kernel"].nbytes
-  for method, bits in (("nf4", 4.5), ("int4", 4.5), ("int8", 8.1)):
+  for method, bits in (("nf4", 4.5), ("int4", 4.5), ("int8", 8.1), ("fp8", 8.1)):
     small = kernels(quantization.quantize(model, method)) - lm_head
     assert small <= (full - lm_head) * (bits + 0.1) / 32, method
 

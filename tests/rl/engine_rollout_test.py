@@ -80,7 +80,7 @@ def test_raw_log_probs_are_refused():
 
 # Checked before a call, or read when the engine is made.
 NOT_OF_A_CALL = {
-  *("slots", "center_scores"),
+  *("slots", "center_scores", "weights"),
   *("max_prompt_length", "kv_cache_size", "gather_weights", "engine_options"),
 }
 CALLED = {

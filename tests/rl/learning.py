@@ -131,6 +131,7 @@ def rewards(
   stop: int = STEPS,
   center: int = 0,
   kind: str | None = None,
+  weights: Any = None,
 ) -> list[float]:
   """Mean reward of the rollouts of every step, of which `stop` are made."""
   learner, config, usual = ALGORITHMS[name]
@@ -163,6 +164,7 @@ def rewards(
         max_tokens_to_generate=ANSWER_LENGTH,
         seed=seed,
         center_scores=center,
+        weights=weights,
       ),
     ),
   )
@@ -239,6 +241,7 @@ def main() -> None:
   options.add_argument("--stop", type=int, default=STEPS, help="steps to make")
   options.add_argument("--center", type=int, default=0, help="center_scores")
   options.add_argument("--kind", help="of the correction")
+  options.add_argument("--weights", help="that sample: int8 or fp8")
   given, curves = options.parse_args(), {}
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
@@ -256,6 +259,7 @@ def main() -> None:
         stop=given.stop,
         center=given.center,
         kind=given.kind,
+        weights=given.weights,
       )
       label = f"{name}, lag {lag}" if lag else name
       curves.setdefault(label, []).append(curve)

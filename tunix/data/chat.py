@@ -12,9 +12,9 @@ import numpy as np
 
 from tunix.data import image_parts, records
 from tunix.data.images import ImageReader, Picture
-from tunix.data.turns import marked, reasoning as thoughts, spans
+from tunix.data.turns import marked, reasoning as thoughts, trained_spans
 from tunix.data.turns.reasoning import Reasoning
-from tunix.data.turns.spans import Segment
+from tunix.data.turns.trained_spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Chat templates that print today's date get this fixed date. With the real date, a run
@@ -322,7 +322,7 @@ def _chat(
     # BOS and EOS, this token closes turns too.
     bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
     closing = [text for text in tokenizer.special_tokens() if text != bos]
-    segments, needs_eos = spans.find_segments(visible, turns, apply, closing)
+    segments, needs_eos = trained_spans.find_segments(visible, turns, apply, closing)
   if expand is not None:
     segments = expand(segments)
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)

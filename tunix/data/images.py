@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from tunix.data import image_parts
-from tunix.data.turns.spans import Segment
+from tunix.data.turns.trained_spans import Segment
 from tunix.models.images import opening, pillow
 from tunix.models.images.processor import Processor
 from tunix.models.images.prompt_images import PromptImages

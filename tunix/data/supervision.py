@@ -1,4 +1,4 @@
-"""Old name of show.py; chat.py and turns/spans.py make the mask of trained tokens."""
+"""Old name of show.py; chat.py and turns/trained_spans.py find the trained text."""
 
 from tunix.data.show import check_supervision, describe_batch, trained_targets
 

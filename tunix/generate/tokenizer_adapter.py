@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.generate.tokenizer import (
-  added as added_tokens,
+  added_tokens,
   chat_template as chat_templates,
   files as tokenizer_files,
   loading as tokenizer_loading,

@@ -73,10 +73,10 @@ class AutoModel:
       num_scores: if not None, the model is a critic or a reward model: a head with
         `num_scores` outputs replaces the unembedding. The head is initialized randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
-      quantize: "nf4", "int4", "int8", "mxfp4" or a `QuantizationConfig`: the layers'
-        kernels are quantized when they are read, as a base for training adapters. With
-        "mxfp4" these are the experts of a mixture, and experts that the folder holds in
-        MXFP4 keep their numbers.
+      quantize: "nf4", "int4", "int8", "fp8", "mxfp4" or a `QuantizationConfig`: the
+        layers' kernels are quantized when they are read, as a base for training
+        adapters. With "mxfp4" these are the experts of a mixture, and experts that the
+        folder holds in MXFP4 keep their numbers.
       quantise: another name of `quantize`.
       images: True loads the vision tower of a folder that has one, False leaves it out.
         None loads it for Gemma 3 and SmolVLM. Not with `family`.

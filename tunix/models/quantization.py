@@ -9,7 +9,7 @@ keep their dtype. The storage of a kernel is in transformer/dense/quantized.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ __all__ = ["QuantizationConfig", "dequantize", "is_quantized", "quantize"]
 
 def as_config(config: QuantizationConfig | str) -> QuantizationConfig:
   """Returns the configuration of a method's name ("nf4", "int4", "int8",
-  "mxfp4").
+  "fp8", "mxfp4").
 
   A configuration is returned unchanged.
 
@@ -60,18 +60,63 @@ def quantize(
     ValueError: a target matches nothing, blocks do not divide a kernel, or the model
       has adapters or quantized kernels.
   """
-  config = as_config(config)
   lora_modules.require_bare(model)
   if is_quantized(model):
     raise ValueError("the model is quantized already: call quantization.dequantize")
+  paths = None if targets is None else lora_modules.select(model, targets)
+  return _quantized(model, as_config(config), paths)
+
+
+def for_sampling(model: nnx.Module, config: QuantizationConfig | str) -> Transformer:
+  """Returns a model to sample from, with quantized kernels under its adapters.
+
+  It is as `quantize` makes it, but the model may have adapters and quantized kernels,
+  and both stay as they are. All other arrays are shared with `model`, and
+  `rl.weights.placement.copy_weights` encodes later weights.
+
+  Raises:
+    ValueError: the model is not a decoder of tunix, or see `QuantizationConfig`.
+  """
+  if not isinstance(model, Transformer):
+    raise ValueError(
+      f"the model is {type(model).__name__}; expected a decoder of tunix, whose "
+      "kernels can be stored in 8 bits. Leave the setting out that asks for it"
+    )
+  return _quantized(model, as_config(config), None)
+
+
+def _quantized(
+  model: Transformer, config: QuantizationConfig, paths: list[str] | None
+) -> Transformer:
   out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
-  chosen = _chosen(modules, config)
-  for path in chosen if targets is None else lora_modules.select(model, targets):
+  for path in _chosen(modules, config) if paths is None else paths:
     linear = modules[path]
-    assert isinstance(linear.kernel, nnx.Param)
-    spec = linear.kernel.get_metadata("out_sharding")
-    linear.kernel = nnx.data(quantize_kernel(linear.kernel[...], spec, config))
+    if not isinstance(linear.kernel, QuantizedKernel):
+      spec = linear.kernel.get_metadata("out_sharding")
+      linear.kernel = nnx.data(quantize_kernel(linear.kernel.get_value(), spec, config))
+  return out
+
+
+def encode_like(
+  arrays: Mapping[str, jax.Array], target: nnx.Module
+) -> dict[str, jax.Array]:
+  """Returns arrays by path, with kernels encoded that `target` holds quantized.
+
+  Args:
+    arrays: parameters of a model with the structure of `target`, quantized or not, by
+      path ("layers.0.q_proj.kernel").
+    target: the model whose forms are taken.
+  """
+  out = dict(arrays)
+  held = lora_modules.linears(target) if isinstance(target, Transformer) else {}
+  for name, linear in held.items():
+    path, kernel = f"{name}.kernel", linear.kernel
+    if path in out and isinstance(kernel, QuantizedKernel):
+      spec = kernel.get_metadata("out_sharding")
+      new = quantize_kernel(out.pop(path), spec, kernel.config)
+      codes, scales = new.codes.get_value(), new.scales.get_value()
+      out |= {f"{path}.codes": codes, f"{path}.scales": scales}
   return out
 
 
@@ -81,7 +126,7 @@ def quantize_kernel(
   """Quantizes one kernel [*stack, in, out] on the devices that hold it.
 
   Args:
-    kernel: the kernel.
+    kernel: the kernel, or its shape.
     spec: its PartitionSpec entries.
     config: the method, block and dtype of the scales.
 
@@ -90,12 +135,16 @@ def quantize_kernel(
   """
   block = config.block_of(kernel.shape[-2])
   static = config.method, block, jnp.dtype(config.scale_dtype)
-  where = None
-  if (mesh := mesh_lib.mesh_of(kernel)) is not None:
-    shapes = jax.eval_shape(lambda w: quantized.encode(w, *static), kernel)
+  where, mesh = None, mesh_lib.mesh_of(kernel)
+  shapes = jax.eval_shape(lambda w: quantized.encode(w, *static), kernel)
+  if mesh is not None:
     where = tuple(mesh_lib.sharding_of_spec(spec, x.shape, mesh) for x in shapes)
-  encode = jax.jit(quantized.encode, static_argnums=(1, 2, 3), out_shardings=where)
-  codes, scales = encode(kernel, *static)
+  if isinstance(kernel, jax.ShapeDtypeStruct):  # a plan
+    out = (x.update(sharding=w) for x, w in zip(shapes, where or (None, None)))
+    codes, scales = out
+  else:
+    encode = jax.jit(quantized.encode, static_argnums=(1, 2, 3), out_shardings=where)
+    codes, scales = encode(kernel, *static)
   return QuantizedKernel(
     param(codes, spec), param(scales, spec), method=config.method, dtype=kernel.dtype
   )

@@ -123,8 +123,10 @@ class RolloutCorrection:
     return math.inf if limit is None else limit
 
 
-def safe_correction(staleness: int) -> RolloutCorrection | None:
-  """Returns the correction of rollouts that may be stale, if a user chooses none.
+def safe_correction(
+  staleness: int, *, is_rounded: bool = False
+) -> RolloutCorrection | None:
+  """Returns the correction of rollouts by another policy, if a user chooses none.
 
   It is truncated importance sampling by token. Its weights are at most 2 however old
   the weights of a token are, it drops no token, and it goes with every `loss_algo`.
@@ -132,9 +134,10 @@ def safe_correction(staleness: int) -> RolloutCorrection | None:
   Args:
     staleness: the most updates, or batches, by which the weights that sample may be
       older than those that are trained. 0: on-policy, which needs no correction.
+    is_rounded: True if the weights that sample are rounded (`RolloutConfig.weights`).
   """
   checks.number("staleness", staleness, checks.NOT_NEGATIVE, whole=True)
-  return RolloutCorrection(kind="truncate") if staleness else None
+  return RolloutCorrection(kind="truncate") if staleness or is_rounded else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +171,8 @@ class AlgorithmConfig:
       arXiv:2605.24517). It needs an environment.
     rollout_correction: correction for tokens that were drawn by older weights, or by an
       engine whose log-probabilities differ from the trainer's. None corrects only
-      stale rollouts, with `safe_correction`; the kind "off" corrects nothing.
+      stale rollouts and for rollouts in 8 bits, with `safe_correction`; the kind "off"
+      corrects nothing.
     mask_truncated: if True, completions that reached their token limit are left out of
       the loss.
     shared_prompt: if True, the prompt of a group is computed once for all its
@@ -298,14 +302,15 @@ class AlgorithmConfig:
     is_grouped = self.advantage_estimator in advantages.GROUPED
     return is_grouped and not self.collects_batches
 
-  def for_staleness(self, staleness: int) -> Self:
-    """Returns the config for rollouts that may be stale; see `safe_correction`.
+  def for_staleness(self, staleness: int, *, is_rounded: bool = False) -> Self:
+    """Returns the config for rollouts by another policy; see `safe_correction`.
 
     A correction that is set stays, and so does the kind "off".
     """
     if self.rollout_correction is not None:
       return self
-    return dataclasses.replace(self, rollout_correction=safe_correction(staleness))
+    rule = safe_correction(staleness, is_rounded=is_rounded)
+    return dataclasses.replace(self, rollout_correction=rule)
 
   def _check_advantages(self) -> None:
     """Checks the estimator; algorithms without group advantages override it."""

@@ -204,6 +204,14 @@ class ClusterConfig:
         "needs the routes of an engine of this process: set rollout_engine to "
         '"vanilla", or leave replay_routes out'
       )
+    weights = self.rollout(Mode.TRAIN).weights
+    others = (*_OTHER_PROCESS, "remote")
+    if weights is not None and self.rollout_engine in others:
+      raise ValueError(
+        f"rollout_engine is {self.rollout_engine!r} and weights is {weights!r}, which "
+        'needs our own engine in this process: set rollout_engine to "vanilla", or '
+        "leave weights out. Servers have options of their own for 8 bits"
+      )
     head = self.rollout(Mode.TRAIN).center_scores
     if head and self.rollout_engine in (*_OTHER_PROCESS, "padded"):
       raise ValueError(

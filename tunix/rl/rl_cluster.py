@@ -156,8 +156,7 @@ class RLCluster:
       roles.rendered(self.tokenizer, prompt, apply_chat_template) for prompt in prompts
     ]
     size = micro_batch_size or training.rollout_micro_batch_size or len(texts)
-    if (model := self._sampling_model()) is not None:
-      self._sync.identify(model)
+    self._check_published()
     key = config.seed if seed is None else seed
     key = jax.random.key(key) if isinstance(key, int) else key
 
@@ -189,8 +188,7 @@ class RLCluster:
     Raises:
       UnknownWeightsError: the weights of the engine were changed and not published.
     """
-    if (model := self._sampling_model()) is not None:
-      self._sync.identify(model)
+    self._check_published()
     return self.rollout.sampling_client(self.cluster_config.rollout(mode), key, **sizes)
 
   def ids_of(self, prompt: object) -> np.ndarray:
@@ -355,6 +353,14 @@ class RLCluster:
 
   def __exit__(self, *error: object) -> None:
     self.close()
+
+  def _check_published(self) -> None:
+    """Checks that the engine's weights are those of a published version."""
+    is_rounded = self.cluster_config.rollout(Mode.TRAIN).weights is not None
+    if self._training.staleness and is_rounded:
+      return  # stamped before they were rounded, when they are given to the engine
+    if (model := self._sampling_model()) is not None:
+      self._sync.identify(model)
 
   def _sampling_model(self) -> nnx.Module | None:
     """Returns the module that samples; None if the engine is in another process.

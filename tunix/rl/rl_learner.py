@@ -100,7 +100,9 @@ class RLLearner(BaseTrainer):
       )
     self._config = rl_cluster.cluster_config.training_config
     self.rl_cluster = rl_cluster
-    self.algo_config = algo_config.for_staleness(self._config.staleness)
+    sampling = rl_cluster.cluster_config.rollout(Mode.TRAIN)
+    staleness = self._config.staleness
+    self.algo_config = setup.corrected(sampling, algo_config, staleness)
     if env is None and episodes is not None:
       raise ValueError("episodes has limits and env is None: give env as well")
     if env is None and algo_config.observation_weight:

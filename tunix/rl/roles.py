@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import quantization
 from tunix.models.automodel import AutoModel
 from tunix.rl.config import ClusterConfig, Role
 from tunix.rl.rollout import vanilla_rollout
@@ -64,8 +65,8 @@ def make_rollout(
   """Makes the engine that samples.
 
   Raises:
-    ValueError: the name of the engine is unknown, or there are several processes and
-      the engine is not one of ours.
+    ValueError: the name of the engine is unknown, there are several processes and the
+      engine is not one of ours, or the weights cannot be stored in 8 bits.
   """
   engine: Any = config.rollout_engine
   names = (*vanilla_rollout.NAMES, REMOTE)
@@ -90,7 +91,10 @@ def make_rollout(
     (config.role_to_mesh or {}).get(Role.ROLLOUT),
     samples_behind=bool(config.training_config.staleness),
   )
-  return engine(model, tokenizer, config.widest_rollout())
+  rollout = config.widest_rollout()
+  if rollout.weights is not None:
+    model = quantization.for_sampling(model, rollout.weights)
+  return engine(model, tokenizer, rollout)
 
 
 def rendered(tokenizer: TokenizerAdapter, prompt: object, as_user: bool) -> Any:

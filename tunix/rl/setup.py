@@ -80,6 +80,20 @@ def check_exploring(rollout: RolloutConfig) -> None:
     )
 
 
+def corrected(
+  rollout: RolloutConfig, config: AlgorithmConfig, staleness: int
+) -> AlgorithmConfig:
+  """Returns the config with the correction that the rollouts need.
+
+  Args:
+    rollout: the sampling of training.
+    config: settings of the algorithm.
+    staleness: see `AlgorithmConfig.for_staleness`.
+  """
+  is_rounded = rollout.weights is not None
+  return config.for_staleness(staleness, is_rounded=is_rounded)
+
+
 def check_support(
   rollout: RolloutConfig, config: AlgorithmConfig, staleness: int
 ) -> None:
@@ -88,24 +102,22 @@ def check_support(
   The engine's log-probabilities are those among the tokens that its filters keep. The
   trainer's are those among all tokens, and the kept ones are not recorded.
 
-  Args:
-    rollout: the sampling of training.
-    config: settings of the algorithm.
-    staleness: see `AlgorithmConfig.for_staleness`.
+  The arguments are those of `corrected`.
 
   Raises:
     ValueError: there are filters and a correction.
   """
-  rule, filters = config.for_staleness(staleness).correction, rollout.filters
+  rule, filters = corrected(rollout, config, staleness).correction, rollout.filters
   if rule is None or not filters:
     return
   (name, value), *_ = filters.items()
   is_default = config.rollout_correction is None
   raise ValueError(
     f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}"
-    f"{', which stale rollouts have by default' * is_default}: the engine gives "
-    "probabilities among the tokens that the filter keeps, and the trainer among all. "
-    f"Leave {name} out, or set algorithm.rollout_correction.kind to off"
+    f"{', which stale rollouts and those in 8 bits have by default' * is_default}: "
+    "the engine gives probabilities among the tokens that the filter keeps, and the "
+    f"trainer among all. Leave {name} out, or set algorithm.rollout_correction.kind to "
+    "off"
   )
 
 
@@ -114,14 +126,14 @@ def check_centering(
 ) -> None:
   """Checks that the loss has a mean score that the recorded probabilities give.
 
-  The arguments are those of `check_support`.
+  The arguments are those of `corrected`.
 
   Raises:
     ValueError: `center_scores` with a loss or a correction that it does not center.
   """
   if not rollout.center_scores:
     return
-  rule = config.for_staleness(staleness).correction
+  rule = corrected(rollout, config, staleness).correction
   kind, level = ("off", "token") if rule is None else (rule.kind, rule.level)
   for name, value, known in (
     ("loss_algo", config.loss_algo, [x for x in LOSS_ALGOS if x != "rloo"]),
@@ -237,7 +249,7 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
 
   Raises:
     ValueError: a role is not on all processes, rollouts are greedy, a role is missing,
-      or a role would not be used.
+      a role would not be used, or two settings contradict each other.
   """
   if jax.process_count() > 1:
     _check_processes(cluster)
@@ -249,6 +261,13 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   check_centering(cluster.cluster_config.rollout(Mode.TRAIN), config, staleness)
   if cluster.cluster_config.rollout(Mode.TRAIN).replay_routes:
     _check_routes(cluster)
+  weights = cluster.cluster_config.rollout(Mode.TRAIN).weights
+  if weights is not None and config.exact_tile_rows is not None:
+    raise ValueError(
+      f"rollout.weights is {weights!r} and algorithm.exact_tile_rows is "
+      f"{config.exact_tile_rows}, which promises that sampler and trainer agree to the "
+      "bit. Leave one of them out"
+    )
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
     raise ValueError(
       f"beta is {config.beta} and there is no reference model: pass reference= to "

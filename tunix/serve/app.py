@@ -23,6 +23,7 @@ from tunix.serve.http.bodies import (
   Send,
   Stream,
   event,
+  read_body,
   read_json,
 )
 from tunix.serve.http.errors import ApiError, as_api_error
@@ -344,31 +345,6 @@ def request_of(scope: Scope) -> Any:
   from starlette.requests import Request
 
   return Request(scope)
-
-
-async def read_body(
-  headers: Mapping[str, str], receive: Receive, most: int
-) -> bytes | None:
-  """Reads a body; None if the client went away.
-
-  Raises:
-    ApiError: 413 if it is too large, before all of it is read.
-  """
-  too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
-  length = headers.get("content-length", "0")
-  if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
-    raise too_large
-  parts, size = [], 0
-  while True:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-      return None
-    parts.append(message.get("body", b""))
-    size += len(parts[-1])
-    if size > most:
-      raise too_large
-    if not message.get("more_body", False):
-      return b"".join(parts)
 
 
 async def _disconnected(receive: Receive) -> None:

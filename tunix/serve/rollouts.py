@@ -18,8 +18,8 @@ from typing import Any
 
 from tunix.rl.rollout.host import NOT_BEGUN, HostError, RolloutHost
 from tunix.serve import server
-from tunix.serve.app import Endpoint, application, read_body, request_of
-from tunix.serve.http.bodies import Answer, Call, Receive, Scope
+from tunix.serve.app import Endpoint, application, request_of
+from tunix.serve.http.bodies import Answer, Call, Receive, Scope, read_body
 from tunix.serve.http.errors import ApiError, bad, shutting_down
 from tunix.serve.http.fields import Fields, missing
 from tunix.serve.http.guard import check

@@ -11,8 +11,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tunix.serve.app import Endpoint, read_body, request_of
-from tunix.serve.http.bodies import Answer, Call, Receive, Scope, read_json
+from tunix.serve.app import Endpoint, request_of
+from tunix.serve.http.bodies import (
+  Answer,
+  Call,
+  Receive,
+  Scope,
+  read_body,
+  read_json,
+)
 from tunix.serve.http.errors import ApiError
 from tunix.serve.http.guard import check, given_key, tenant_of_key, wrong_key
 from tunix.serve.openai.context import Context, Tenants

@@ -15,7 +15,7 @@ from tests.models import checkpoints
 from tests.models.lora_test import state, widen
 from tunix.models import backbone, families, lora
 from tunix.models.adapters import config as adapter_config, lora_modules, whole_modules
-from tunix.models.adapters.merging import merge_adapters
+from tunix.models.adapters.combining import merge_adapters
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests import toys_images
 from tunix.data.images import ImageReader
-from tunix.data.turns.spans import Segment
+from tunix.data.turns.trained_spans import Segment
 from tunix.models import families, lora
 from tunix.models.adapters import lora_modules
 from tunix.models.files import tensor_files

@@ -276,7 +276,9 @@ def test_models_that_do_not_fit():
   with pytest.raises(ValueError, match=r"shape .* models of different sizes"):
     copy_weights(base, toys.model(hidden_dim=32))
   with pytest.raises(ValueError, match="only the source has the parameter"):
-    copy_weights(base, quantization.quantize(base, "nf4"))
+    copy_weights(toys.model(qkv_bias=True), base)
+  with pytest.raises(ValueError, match=r"only the target has .* and quantization"):
+    copy_weights(quantization.quantize(base, "nf4"), base)
   with pytest.raises(ValueError, match=r"source has adapters \(none\)"):
     copy_weights(base, adapted(base))
   with pytest.raises(ValueError, match="scales differ"):

@@ -14,18 +14,21 @@ import numpy as np
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel, merging
-from tunix.models.adapters import files as adapter_files, merging as adapter_merging
+from tunix.models import automodel, folder_merging
+from tunix.models.adapters import combining, files as adapter_files
 from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
 
 # Method -> (formula, its options and their defaults).
 _METHODS: dict[str, tuple[Callable[..., np.ndarray], dict[str, Any]]] = {
-  "linear": (merging.linear, {"weights": None}),
-  "slerp": (merging.slerp, {"t": 0.5}),
-  "ties": (merging.ties, {"base": None, "weights": None, "density": 0.5}),
-  "dare": (merging.dare, {"base": None, "weights": None, "density": 0.5, "seed": 0}),
+  "linear": (folder_merging.linear, {"weights": None}),
+  "slerp": (folder_merging.slerp, {"t": 0.5}),
+  "ties": (folder_merging.ties, {"base": None, "weights": None, "density": 0.5}),
+  "dare": (
+    folder_merging.dare,
+    {"base": None, "weights": None, "density": 0.5, "seed": 0},
+  ),
 }
 Name = str | os.PathLike[str]
 
@@ -63,7 +66,7 @@ def merge(
   Raises:
     FileNotFoundError: there is no such model.
     TypeError, ValueError: an option is out of range or of another method, or the models
-      cannot be merged, see `merging.merge_folders`.
+      cannot be merged, see `folder_merging.merge_folders`.
     OSError: the disk is full; there is no output then.
   """
   given = {"base": base, "weights": weights, "t": t, "density": density, "seed": seed}
@@ -87,12 +90,12 @@ def merge(
   if "weights" in options:
     options["weights"] = _weights(weights, len(models), method, any(are_adapters))
   if any(are_adapters):
-    adapter_merging.merge_adapters(places, target, options["weights"])
+    combining.merge_adapters(places, target, options["weights"])
     return
   for place in places[1:]:
     _warn_of_tokens(places[0], place)
   folders, origin = places[: len(models)], None if origin is None else places[-1]
-  merging.merge_folders(folders, target, _METHODS[method][0], options, origin)
+  folder_merging.merge_folders(folders, target, _METHODS[method][0], options, origin)
 
 
 def _resolved(name: Name) -> pathlib.Path:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 
@@ -45,6 +45,8 @@ class ServeOptions:
     adapter: NAME=FOLDER of PEFT's form; requests choose it as model NAME.
     tokenizer: folder of the tokenizer; null: that of the model.
     dtype: dtype of the computation; null: that of the checkpoint.
+    weights: stores the kernels of layers in 8 bits, with a scale for each output; null:
+      in the dtype of the checkpoint.
     images: loads the vision tower; null: see docs/guides/images.md. Without it,
       requests with images are refused.
     replicas: engines, each on its own devices.
@@ -57,6 +59,7 @@ class ServeOptions:
   adapter: tuple[str, ...] = setting((), repeats=True)
   tokenizer: str | None = setting(None, path="read")
   dtype: Dtype | None = None
+  weights: Literal["int8", "fp8"] | None = None
   images: bool | None = None
   replicas: int = 1
   tp: int = 1
@@ -126,7 +129,9 @@ def main(argv: Sequence[str]) -> None:
 
   def load(path: str | pathlib.Path, adapter: str | None = None) -> Transformer:
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
-      return model_folders.load_model(str(path), adapter, args.dtype, args.images)
+      return model_folders.load_model(
+        str(path), adapter, args.dtype, args.images, args.weights
+      )
 
   model = load(folder, own)
   config = _within_positions(config, values, model)
@@ -197,6 +202,11 @@ def _tinker_settings(values: Values) -> TinkerSettings | None:
     if written := values.written(_TINKER):
       raise ValueError(f"{written[0]} has no effect without --tinker; omit it")
     return None
+  if args.weights is not None:
+    raise ValueError(
+      f"--tinker with --weights {args.weights}: the training service trains adapters "
+      "on the weights of the checkpoint. Omit --weights"
+    )
   if args.replicas != 1 or args.tp != 1:
     raise ValueError(
       f"--tinker with --replicas {args.replicas} and --tp {args.tp}: the training "

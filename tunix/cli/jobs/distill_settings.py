@@ -204,6 +204,7 @@ class StudentRollout(RolloutConfig):
   gather_weights: GatherWeights = setting(None, python_only=True)
   replay_routes: bool = setting(False, python_only=True)
   center_scores: int = setting(0, python_only=True)
+  weights: Literal["int8", "fp8"] | None = setting(None, python_only=True)
   engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import tunix
 from tunix.cli.make import (
-  choose_widths,
   data_sources,
   data_streams,
   environments,
   fingerprints,
   loading,
   rewards,
+  run_widths,
 )
 from tunix.cli.settings import mesh as mesh_axes
 from tunix.cli.settings.data import RowSettings, StreamSettings
@@ -227,7 +227,7 @@ def build_data(
   reports |= scan_records(config, tokenizer, unknown, prompts)
   reports = {name: reports[name] for name in records}
   chosen = {
-    name: choose_widths.choose(
+    name: run_widths.choose(
       config,
       _source(config, tokenizer, part, reports[name]),
       reports[name],
@@ -401,7 +401,7 @@ def batches(
   if source.images is not None and report is None:
     report = scan(source, data.scan_limit)
     source = dataclasses.replace(source, image_tokens=report.image_tokens)
-  chosen = chosen or choose_widths.choose(config, source, report, training=training)
+  chosen = chosen or run_widths.choose(config, source, report, training=training)
   if chosen is not None:
     source = dataclasses.replace(source, layout=chosen.layout)
     options |= {"widths": chosen.lengths, "shared_rows": chosen.rows}

@@ -108,18 +108,21 @@ def load_model(
   adapter: str | None = None,
   dtype: str | None = None,
   images: bool | None = None,
+  quantize: str | None = None,
 ) -> Transformer:
   """Loads the model of a Hugging Face folder, with a PEFT adapter if one is given.
 
   Args:
-    folder, dtype, images: see `AutoModel.from_pretrained`.
+    folder, dtype, images, quantize: see `AutoModel.from_pretrained`.
     adapter: folder of the adapter.
 
   Raises:
     FileNotFoundError: there is no such model or adapter.
     ValueError: the adapter does not fit the model.
   """
-  model = AutoModel.from_pretrained(folder, dtype=dtype, images=images)
+  model = AutoModel.from_pretrained(
+    folder, dtype=dtype, images=images, quantize=quantize
+  )
   return model if adapter is None else lora.load_adapter(model, adapter)
 
 

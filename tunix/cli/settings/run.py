@@ -21,7 +21,7 @@ from tunix.cli.settings.training import (
   TrainingSettings,
 )
 from tunix.data.records import Kind
-from tunix.generate.tokenizer import added, chat_template
+from tunix.generate.tokenizer import added_tokens, chat_template
 from tunix.models.lora import LoraConfig
 from tunix.rl.env.config import EpisodeConfig
 from tunix.sft.config import CheckpointOptions
@@ -74,7 +74,7 @@ class ModelSettings:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = setting(
     None, may_change=True
   )
-  quantize: Literal["nf4", "int4", "int8", "mxfp4"] | None = None
+  quantize: Literal["nf4", "int4", "int8", "fp8", "mxfp4"] | None = None
 
   def __post_init__(self):
     if self.path is not None and self.name is not None:
@@ -138,7 +138,7 @@ class TokenizerSettings:
   def __post_init__(self):
     checks.fields(self)
     chat_template.check_defaults(self.template_args, "template_args")
-    added.check(self.add_tokens)
+    added_tokens.check(self.add_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

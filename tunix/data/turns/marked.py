@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from tunix.data.turns import payloads, spans
+from tunix.data.turns import payloads, trained_spans
 from tunix.data.turns.payloads import Message
-from tunix.data.turns.spans import Content, Segment
+from tunix.data.turns.trained_spans import Content, Segment
 
 # Renders messages with two marks around each block.
 MarkedRenderer = Callable[[Sequence[Message], tuple[str, str]], str]
@@ -23,13 +23,13 @@ Range = tuple[int, int]
 def find_segments(
   messages: Sequence[Message],
   turns: Sequence[int],
-  render: spans.Renderer,
+  render: trained_spans.Renderer,
   render_marked: MarkedRenderer,
 ) -> list[Segment]:
   """Cuts the rendered conversation at the ends of the blocks of trained turns.
 
   Args:
-    messages, turns, render: as in `spans.find_segments`.
+    messages, turns, render: as in `trained_spans.find_segments`.
     render_marked: (messages, marks) -> text.
 
   Returns:
@@ -42,7 +42,7 @@ def find_segments(
   full = render(messages, False)
   blocks = _blocks(full, messages, render_marked)
   answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-  contents = spans.find_contents(messages, answers, full, render)
+  contents = trained_spans.find_contents(messages, answers, full, render)
   trained: dict[int, list[Range]] = {turn: [] for turn in turns}
   segments, done = [], 0
   for start, stop in blocks:
@@ -62,7 +62,7 @@ def find_segments(
       done = stop
   empty = [turn for turn, ranges in trained.items() if not ranges]
   lost = {turn: payloads.missing(messages[turn], "") for turn in empty}
-  if places := spans.lost_places(lost):
+  if places := trained_spans.lost_places(lost):
     raise ValueError(
       "the chat template has {% generation %} blocks, and none of them holds "
       f"{places}: these would not be trained; put them into such blocks, or set "

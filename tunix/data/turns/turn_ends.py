@@ -27,7 +27,7 @@ def tail_length(
   that end a call and not the turn; the last special token closes the turn.
 
   Args:
-    messages, turn, closing, render: as in `spans.find_segments`.
+    messages, turn, closing, render: as in `trained_spans.find_segments`.
     rest: text of the rendered conversation after the last arguments of the turn.
     tails: texts that were found for earlier turns. The list is extended, so that turns
       with an equal text need no rendering of their own.
@@ -92,7 +92,7 @@ def closing_end(
   that close a turn both at the end of a conversation and before a further message.
 
   Args:
-    messages, turn, closing, render: as in `spans.find_segments`.
+    messages, turn, closing, render: as in `trained_spans.find_segments`.
     rest: text of the rendered conversation after the content of the turn.
     known: {special tokens in a row: length of those that close a turn}, from earlier
       turns. The dict is extended, so that equal rows need no rendering of their own.

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tunix.generate.answers import gemma_calls, harmony, marked_calls, tagged_calls
+from tunix.generate.answers import gemma_calls, harmony, marked_calls, xml_calls
 from tunix.generate.answers.llama_calls import PYTHON_TAG, Llama3Reader
 from tunix.generate.answers.marked_calls import MarkedReader, Marks
 from tunix.generate.answers.pieces import Reader
@@ -63,19 +63,19 @@ _TABLE = (
   _between("mistral", marked_calls.MISTRAL, marks=marked_calls.MISTRAL_MARKS),
   ToolFormat(
     name="qwen3_coder",
-    reader=tagged_calls.qwen3_coder_reader,
-    marks=tagged_calls.QWEN_MARKS,
-    template_marks=(tagged_calls.QWEN_FUNCTION,),
+    reader=xml_calls.qwen3_coder_reader,
+    marks=xml_calls.QWEN_MARKS,
+    template_marks=(xml_calls.QWEN_FUNCTION,),
     expectation="<function=name>, <parameter=key>value</parameter> and </function>",
   ),
   ToolFormat(
     name="glm4",
-    reader=tagged_calls.glm4_reader,
-    marks=tagged_calls.GLM_MARKS,
-    template_marks=(tagged_calls.GLM_KEY,),
+    reader=xml_calls.glm4_reader,
+    marks=xml_calls.GLM_MARKS,
+    template_marks=(xml_calls.GLM_KEY,),
     expectation="a name, <arg_key>key</arg_key> and <arg_value>value</arg_value>",
   ),
-  _between("deepseek_v3", tagged_calls.DEEPSEEK, marks=tagged_calls.DEEPSEEK_MARKS),
+  _between("deepseek_v3", xml_calls.DEEPSEEK, marks=xml_calls.DEEPSEEK_MARKS),
   _between(
     *("gemma4", gemma_calls.GEMMA),
     marks=gemma_calls.GEMMA_MARKS,

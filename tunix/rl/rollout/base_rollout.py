@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import COLUMNS, Completion
 from tunix.models.images.prompt_images import PromptImages
+from tunix.models.transformer.dense.quantized import OF_A_BYTE
 from tunix.rl.rollout.client import SamplingClient, Stream
 from tunix.rl.rollout.local_clients import BatchClient, EngineClient
 from tunix.rl.weights import placement, reshard
@@ -66,6 +67,11 @@ class RolloutConfig(SamplingParams):
       this number of most likely tokens with each drawn token, and subtract from the
       loss the gradient that the sampler expects whatever the rewards are. 0: off.
       Only with our own engine; 64 is a good start.
+    weights: form of the kernels that sample: "int8" or "fp8" (8 bits, with a scale for
+      each output), made from the policy's whenever the engine gets its weights; None:
+      as they are trained. Only with our own engine and sampler. Tokens then come from
+      another policy, so `rollout_correction` is truncated importance sampling unless
+      it is set.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
@@ -80,6 +86,7 @@ class RolloutConfig(SamplingParams):
   slots: int | None = None
   replay_routes: bool = False
   center_scores: int = 0
+  weights: Literal["int8", "fp8"] | None = None
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -93,6 +100,10 @@ class RolloutConfig(SamplingParams):
       slots=checks.COUNT,
       center_scores=checks.NOT_NEGATIVE,
     )
+    if self.weights not in (None, *OF_A_BYTE):
+      raise ValueError(
+        f"weights is {self.weights!r}; expected one of {', '.join(OF_A_BYTE)}, or None"
+      )
     need = self.max_prompt_length + self.max_tokens_to_generate
     if self.kv_cache_size is not None and self.kv_cache_size < need:
       raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.models import backbone, lora
+from tunix.models import backbone, lora, quantization
 from tunix.models.adapters import lora_modules
 from tunix.models.transformer.model import Transformer
 from tunix.rl.weights.policy_version import PolicyVersion
@@ -189,7 +189,8 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   Args:
     source: the trained model; unchanged.
     target: a model of the same architecture on any mesh, with or without adapters and
-      with any dtypes.
+      with any dtypes. Kernels that it alone stores quantized are encoded; under
+      adapters, which do not change them, they stay (`quantization.for_sampling`).
     reshard: function that moves the arrays, from a dict of arrays and a dict of
       shardings with the same keys to a dict of arrays.
 
@@ -200,12 +201,12 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
     ValueError: the models' parameters or adapters do not match.
     WeightSyncError: the target does not hold the weights that were sent.
   """
-  if sync_needs(source, target) == "merged":
+  if (needs := sync_needs(source, target)) == "merged":
     source = _merged(source)
   variables = _by_path(target)
   held = _arrays(variables)
   # `_matched` leaves out arrays that both models share, so they need no stamp.
-  arrays = _matched(_arrays(_by_path(source)), held)
+  arrays = _matched(*_in_forms_of(target, _arrays(_by_path(source)), held, needs))
   new = stamp.leaf_stamps(arrays)
   old = stamp.leaf_stamps({path: held[path] for path in arrays})
   sent = {path: x for path, x in arrays.items() if new[path] != old[path]}
@@ -234,7 +235,8 @@ def sent(source: Any, target: Any) -> dict[str, jax.Array]:
   """
   kind = trained_kind(source)
   held = _arrays(_by_path(target, kind))
-  arrays = _matched(_arrays(_by_path(source, kind)), held)
+  arrays = quantization.encode_like(_arrays(_by_path(source, kind)), target)
+  arrays = _matched(arrays, held)
   # An array that is in its place already is not moved: `device_put` would commit it to
   # its device, and programs are compiled again for committed arrays.
   far = {path: x for path, x in arrays.items() if x.sharding != held[path].sharding}
@@ -257,6 +259,21 @@ def _merged(source: object) -> Any:
       "be merged: give the target the same adapters"
     )
   return lora.merge(source)
+
+
+def _in_forms_of(
+  target: nnx.Module, arrays: dict[str, Any], held: dict[str, Any], needs: Needs
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the arrays of source and target whose paths match."""
+  if needs != "adapters":
+    return quantization.encode_like(arrays, target), held
+  parts = (".codes", ".scales")
+  alone = {x for x in held.keys() - arrays.keys() if x.endswith(parts)}
+  frozen = {x.rpartition(".")[0] for x in alone}
+  return (
+    {path: x for path, x in arrays.items() if path not in frozen},
+    {path: x for path, x in held.items() if path not in alone},
+  )
 
 
 def _by_path(model: nnx.Module, kind: Any = nnx.Param) -> dict[str, nnx.Variable]:

@@ -1,4 +1,4 @@
-"""Calls and answers as the routes see them, apart from any web framework."""
+"""Requests, bodies and answers as the routes see them, without any web framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
-from tunix.serve.http.errors import bad
+from tunix.serve.http.errors import ApiError, bad
 from tunix.utils import checks
 
 # The three arguments of an ASGI application.
@@ -181,3 +181,28 @@ def _finite(text: str) -> float:
   if not math.isfinite(value):
     raise ValueError(f"the number {text[:40]} is too large")
   return value
+
+
+async def read_body(
+  headers: Mapping[str, str], receive: Receive, most: int
+) -> bytes | None:
+  """Reads a body; None if the client went away.
+
+  Raises:
+    ApiError: 413 if it is too large, before all of it is read.
+  """
+  too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
+  length = headers.get("content-length", "0")
+  if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
+    raise too_large
+  parts, size = [], 0
+  while True:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+      return None
+    parts.append(message.get("body", b""))
+    size += len(parts[-1])
+    if size > most:
+      raise too_large
+    if not message.get("more_body", False):
+      return b"".join(parts)

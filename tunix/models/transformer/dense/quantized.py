@@ -3,6 +3,8 @@
 - nf4: the 16 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023,
   arXiv:2305.14314, appendix E) times the largest absolute value of a block of inputs.
 - int4, int8: whole numbers in +-7 or +-127, times a scale per block or per output.
+- fp8: numbers of 8 bits, E4M3 (Micikevicius et al. 2022, arXiv:2209.05433), times a
+  scale per output.
 - mxfp4: numbers of 4 bits, E2M1, times a power of two per block of 32 inputs (OCP
   Microscaling Formats 1.0). Experts of gpt-oss are published in it.
 
@@ -25,7 +27,8 @@ from jax.typing import DTypeLike
 
 from tunix.utils import checks
 
-METHODS = ("nf4", "int4", "int8", "mxfp4")
+METHODS = ("nf4", "int4", "int8", "fp8", "mxfp4")
+OF_A_BYTE = ("int8", "fp8")  # the methods whose codes take a byte each
 
 _NF4 = (
   *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -34,6 +37,7 @@ _NF4 = (
   *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
   *(0.7229568362236023, 1.0),
 )
+_FP8 = jnp.float8_e4m3fn
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The numbers of E2M1 by code; the high bit is the sign.
 MXFP4 = (*_HALF, *(-x for x in _HALF))
@@ -43,9 +47,9 @@ _MXFP4_BIAS = 127
 
 # Largest absolute code of each method. The largest absolute number of a block is mapped
 # to it. The codes -8 and -128 are unused, so that the range is symmetric around 0.
-_LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}
+_LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0, "fp8": 448.0}
 # Default number of inputs that share a scale; None for all inputs of a kernel.
-_BLOCKS = {"nf4": 64, "int4": 64, "int8": None, "mxfp4": 32}
+_BLOCKS = {"nf4": 64, "int4": 64, "int8": None, "fp8": None, "mxfp4": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +57,9 @@ class QuantizationConfig:
   """The storage of quantized kernels.
 
   Attributes:
-    method: "nf4", "int4", "int8" or "mxfp4".
+    method: "nf4", "int4", "int8", "fp8" or "mxfp4".
     block: number of inputs that share a scale; None for 64 with nf4 and int4, 32 with
-      mxfp4, and all inputs with int8. A kernel with fewer inputs is one block.
+      mxfp4, and all inputs with int8 and fp8. A kernel with fewer inputs is one block.
     scale_dtype: dtype of the scales: float32, or bfloat16, which takes 0.25 bit less
       per weight in blocks of 64. It has no effect on mxfp4, whose scales are bytes.
   """
@@ -84,7 +88,7 @@ class QuantizationConfig:
     """
     block = self.block or _BLOCKS[self.method] or rows
     block = min(block, rows)
-    if rows % block or (self.method != "int8" and rows % 2):
+    if rows % block or (self.method not in OF_A_BYTE and rows % 2):
       raise ValueError(
         f"{rows} inputs cannot be cut into blocks of {block} for {self.method}: set "
         "another block, or leave the module out of the targets"
@@ -104,7 +108,7 @@ def encode(
     scale_dtype: dtype of the scales.
 
   Returns:
-    Codes, int8 [..., in, out] for int8 and uint8 [..., in / 2, out] for 4 bits; and
+    Codes, int8 [..., in, out] for 8 bits and uint8 [..., in / 2, out] for 4 bits; and
     scales [..., in / block, out].
   """
   *lead, rows, columns = kernel.shape
@@ -118,6 +122,8 @@ def encode(
   divisor = scales.astype(jnp.float32)[..., None, :]
   x = blocks / jnp.where(divisor > 0, divisor, 1.0)
   x = x.reshape(*lead, rows, columns)
+  if method == "fp8":  # bytes, since a float would look like a weight to train
+    return jax.lax.bitcast_convert_type(x.astype(_FP8), jnp.int8), scales
   if method == "nf4":
     table = np.asarray(_NF4, np.float32)
     # The index of the nearest entry is the number of midpoints below x. XLA fuses this
@@ -165,6 +171,8 @@ def decode(
   """Returns the kernel [..., in, out] of codes and scales that `encode` returned."""
   if method == "int8":
     values = codes.astype(jnp.float32)
+  elif method == "fp8":
+    values = jax.lax.bitcast_convert_type(codes, _FP8).astype(jnp.float32)
   elif method == "int4":
     values = _unpack(codes).astype(jnp.float32) - 8.0
   else:
@@ -213,7 +221,16 @@ class QuantizedKernel(nnx.Module):
   def shape(self) -> tuple[int, ...]:
     """Shape of the dequantized kernel, [*stack, in, out]."""
     *lead, rows, columns = self.codes.shape
-    return (*lead, rows if self.method == "int8" else 2 * rows, columns)
+    return (*lead, rows if self.method in OF_A_BYTE else 2 * rows, columns)
+
+  @property
+  def config(self) -> QuantizationConfig:
+    """The configuration that stores a kernel as this one is stored."""
+    block = self.shape[-2] // self.scales.shape[-2]
+    # Scales of mxfp4 are bytes, which its configuration does not name.
+    is_float = jnp.issubdtype(self.scales.dtype, jnp.floating)
+    options = {"scale_dtype": self.scales.dtype} if is_float else {}
+    return QuantizationConfig(method=self.method, block=block, **options)
 
   def get_metadata(self, name: str | None = None) -> Any:
     """Returns the codes' metadata; `out_sharding` has an entry per kernel axis."""

@@ -6,41 +6,41 @@ import numpy as np
 import pytest
 from safetensors import numpy as st
 
-from tunix.models import merging
-from tunix.models.adapters import merging as adapter_merging
+from tunix.models import folder_merging
+from tunix.models.adapters import combining
 
 A, B = np.float32([[3, 0], [-0.0, 4]]), np.float32([[0, 5], [np.inf, 0]])
 
 
 def test_weights_of_1_and_0_return_the_first_tensor_to_the_bit():
-  merged = merging.linear([A, B], [1, 0])
+  merged = folder_merging.linear([A, B], [1, 0])
   assert merged.tobytes() == A.tobytes() and merged.dtype == np.float32
 
 
 def test_linear_by_hand():
-  merged = merging.linear([A, A, np.ones_like(A)], [0.5, 0.25, 2])
+  merged = folder_merging.linear([A, A, np.ones_like(A)], [0.5, 0.25, 2])
   np.testing.assert_array_equal(merged, [[4.25, 2], [2, 5]])
 
 
 def test_slerp_by_hand():
   """A right angle: shares of sin(60 degrees) and sin(30 degrees) at t = 1/3."""
   pair = np.float32([2, 0]), np.float32([0, 1])
-  merged = merging.slerp(pair, 1 / 3)
+  merged = folder_merging.slerp(pair, 1 / 3)
   np.testing.assert_allclose(merged, [2 * np.sqrt(3) / 2, 1 / 2], rtol=1e-6)
   for t in (0, 1):
-    np.testing.assert_array_equal(merging.slerp(pair, t), pair[t])
+    np.testing.assert_array_equal(folder_merging.slerp(pair, t), pair[t])
 
 
 @pytest.mark.parametrize("scale", [1, 3, -2, 0])
 def test_slerp_of_tensors_without_an_arc_is_linear(scale):
-  merged = merging.slerp([A, scale * A], 0.25)
+  merged = folder_merging.slerp([A, scale * A], 0.25)
   np.testing.assert_allclose(merged, (0.75 + 0.25 * scale) * A, rtol=1e-6)
 
 
 def test_slerp_keeps_the_length():
   rng = np.random.default_rng(0)
   pair = [x / np.linalg.norm(x) for x in rng.normal(size=(2, 3, 4)).astype(np.float32)]
-  assert np.linalg.norm(merging.slerp(pair, 0.3)) == pytest.approx(1, rel=1e-6)
+  assert np.linalg.norm(folder_merging.slerp(pair, 0.3)) == pytest.approx(1, rel=1e-6)
 
 
 DELTAS = np.float32([[4, 0.1, -3, 2], [2, -5, 1, 0.1], [-1, -6, 0.2, -3]])
@@ -59,34 +59,39 @@ DELTAS = np.float32([[4, 0.1, -3, 2], [2, -5, 1, 0.1], [-1, -6, 0.2, -3]])
   ],
 )
 def test_ties_by_hand(weights, density, expected):
-  merged = merging.ties(list(DELTAS), weights, density)
+  merged = folder_merging.ties(list(DELTAS), weights, density)
   np.testing.assert_allclose(merged, expected, rtol=1e-6)
 
 
 def test_ties_of_opposite_entries_is_0():
-  merged = merging.ties([DELTAS[0], -DELTAS[0]], [1, 1], 1)
+  merged = folder_merging.ties([DELTAS[0], -DELTAS[0]], [1, 1], 1)
   np.testing.assert_array_equal(merged, np.zeros(4))
 
 
 def test_ties_takes_numbers_and_empty_tensors():
-  assert merging.ties([np.float32(2), np.float32(4)], [1, 1], 0.5) == 3
-  assert merging.ties([np.zeros((0, 2), np.float32)] * 2, [1, 1], 0.5).shape == (0, 2)
+  assert folder_merging.ties([np.float32(2), np.float32(4)], [1, 1], 0.5) == 3
+  assert folder_merging.ties([np.zeros((0, 2), np.float32)] * 2, [1, 1], 0.5).shape == (
+    0,
+    2,
+  )
 
 
 def test_dare_of_density_1_is_task_arithmetic():
-  merged = merging.dare(list(DELTAS), [1, -2, 0.5], 1, 7)
+  merged = folder_merging.dare(list(DELTAS), [1, -2, 0.5], 1, 7)
   np.testing.assert_allclose(merged, np.float32([1, -2, 0.5]) @ DELTAS, rtol=1e-6)
 
 
 def test_dare_keeps_the_expectation():
   """An entry x is x / d with probability d: mean x, variance x^2 (1 - d) / d."""
   ones, density, count = np.ones(1000, np.float32), 0.25, 100
-  means = [merging.dare([ones, ones], [1, 0.5], density, s) for s in range(count)]
+  means = [
+    folder_merging.dare([ones, ones], [1, 0.5], density, s) for s in range(count)
+  ]
   assert {0, 2, 4, 6} == set(np.unique(means))
   error = np.sqrt((1 + 0.25) * 3 / (1000 * count))
   assert abs(np.mean(means) - 1.5) < 4 * error
   np.testing.assert_array_equal(
-    means[3], merging.dare([ones] * 2, [1, 0.5], density, 3)
+    means[3], folder_merging.dare([ones] * 2, [1, 0.5], density, 3)
   )
 
 
@@ -146,7 +151,7 @@ def test_adapters_are_merged_exactly(fields, tmp_path):
     write_adapter(tmp_path / "a", [one, two], 2, use_rslora=True, **fields),
     write_adapter(tmp_path / "b", [one, three], 3),
   ]
-  adapter_merging.merge_adapters(pair, tmp_path / "c", [0.5, -2])
+  combining.merge_adapters(pair, tmp_path / "c", [0.5, -2])
   peft = json.loads((tmp_path / "c" / "adapter_config.json").read_text())
   names = {one, two, three}
   are_ends = fields["target_modules"] == ["q", "v"]
@@ -175,5 +180,5 @@ def test_other_adapters_are_refused(fields, size, message, tmp_path):
     write_adapter(tmp_path / "b", ["q"], 3, size, **fields),
   ]
   with pytest.raises(ValueError, match=message):
-    adapter_merging.merge_adapters(pair, tmp_path / "c", [1, 1])
+    combining.merge_adapters(pair, tmp_path / "c", [1, 1])
   assert not (tmp_path / "c").exists()

@@ -2,7 +2,7 @@ import pytest
 
 from tests import toys_text
 from tunix.data import chat
-from tunix.data.turns import spans
+from tunix.data.turns import trained_spans
 
 
 def conversation(turns):
@@ -30,7 +30,7 @@ def rendered(template, turns):
   talk = conversation(turns)
   trained = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
   closing = [tokenizer.eos_token, "<end_of_turn>"]
-  return spans.find_segments(talk, trained, render, closing), count[0]
+  return trained_spans.find_segments(talk, trained, render, closing), count[0]
 
 
 @pytest.mark.parametrize("template", [name for name in toys_text.TEMPLATES if name])
@@ -60,5 +60,5 @@ def test_a_template_that_counts_its_contents_is_looked_at_turn_by_turn():
     return f"{size % 7}{text}" + "<assistant>" * add_generation_prompt
 
   talk = conversation(4)
-  segments, _ = spans.find_segments(talk, [1, 3, 5, 7], render, ["</s>"])
+  segments, _ = trained_spans.find_segments(talk, [1, 3, 5, 7], render, ["</s>"])
   assert "".join(s.text for s in segments) == render(talk, False)
