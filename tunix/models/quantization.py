@@ -92,7 +92,7 @@ def _quantized(
   modules = lora_modules.adaptable(out)
   for path in _chosen(modules, config) if paths is None else paths:
     linear = modules[path]
-    if not isinstance(linear.kernel, QuantizedKernel):
+    if isinstance(linear.kernel, nnx.Param):  # not quantized already
       spec = linear.kernel.get_metadata("out_sharding")
       linear.kernel = nnx.data(quantize_kernel(linear.kernel.get_value(), spec, config))
   return out

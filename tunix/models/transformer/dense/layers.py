@@ -153,7 +153,9 @@ class Linear(nnx.Module):
       product: multiplies the input by a matrix.
       spread: broadcasts vectors [..., out] to the rows of the output.
     """
-    if isinstance(self.kernel, QuantizedKernel | TiledKernel):
+    if isinstance(self.kernel, QuantizedKernel):
+      y = self.kernel.product(x, product, spread)
+    elif isinstance(self.kernel, TiledKernel):
       y = self.kernel.product(x, product)
     else:
       y = product(x, self.kernel[...].astype(x.dtype))

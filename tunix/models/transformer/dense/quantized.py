@@ -169,20 +169,24 @@ def decode(
   codes: jax.Array, scales: jax.Array, method: str, dtype: DTypeLike
 ) -> jax.Array:
   """Returns the kernel [..., in, out] of codes and scales that `encode` returned."""
-  if method == "int8":
-    values = codes.astype(jnp.float32)
-  elif method == "fp8":
-    values = jax.lax.bitcast_convert_type(codes, _FP8).astype(jnp.float32)
-  elif method == "int4":
-    values = _unpack(codes).astype(jnp.float32) - 8.0
-  else:
-    values = jnp.asarray(_TABLES[method], jnp.float32)[_unpack(codes)]
+  values = values_of(codes, method).astype(jnp.float32)
   if method == "mxfp4":
     scales = jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - _MXFP4_BIAS)
   *lead, columns = (*values.shape[:-2], values.shape[-1])
   blocks = values.reshape(*lead, scales.shape[-2], -1, columns)
   blocks = blocks * scales.astype(jnp.float32)[..., None, :]
   return blocks.reshape(values.shape).astype(dtype)
+
+
+def values_of(codes: jax.Array, method: str) -> jax.Array:
+  """Returns the numbers [..., in, out] that codes stand for, without their scales."""
+  if method == "int8":
+    return codes
+  if method == "fp8":
+    return jax.lax.bitcast_convert_type(codes, _FP8)
+  if method == "int4":
+    return _unpack(codes).astype(jnp.float32) - 8.0
+  return jnp.asarray(_TABLES[method], jnp.float32)[_unpack(codes)]
 
 
 def _pack(codes: jax.Array) -> jax.Array:
@@ -241,17 +245,32 @@ class QuantizedKernel(nnx.Module):
     return decode(self.codes[...], self.scales[...], self.method, self.dtype)
 
   def product(
-    self, x: jax.Array, product: Callable[[jax.Array, jax.Array], jax.Array]
+    self,
+    x: jax.Array,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    spread: Callable[[jax.Array], jax.Array],
   ) -> jax.Array:
     """Returns product(x, kernel).
 
     The backward pass dequantizes again. Kernels kept from the forward pass would take
     the memory of all layers at full size.
+
+    Args:
+      x: the input.
+      product: multiplies the input by a matrix.
+      spread: broadcasts vectors [..., out] to the rows of the output.
     """
     method = self.method
+    # A scale of an output can multiply the output: the codes are exact in 16 bits, and
+    # compilers read them in the product itself. Sums of codes overflow in float16.
+    is_late = method in OF_A_BYTE and self.scales.shape[-2] == 1
+    is_late = is_late and x.dtype != jnp.float16
 
     @jax.checkpoint
     def run(x, codes, scales):
+      if is_late:
+        y = product(x, values_of(codes, method).astype(x.dtype))
+        return (y * spread(scales[..., 0, :])).astype(x.dtype)
       return product(x, decode(codes, scales, method, x.dtype))
 
     return run(x, self.codes[...], self.scales[...])
