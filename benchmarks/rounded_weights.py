@@ -78,10 +78,7 @@ def measure(folder: str, methods: list[str], tokens: int, dtype: str) -> None:
     size = ratios.sum() ** 2 / (ratios**2).sum() / len(ratios)
     kernels = lora_modules.adaptable(rounded).values()
     held = sum(tree.size_bytes(nnx.state(x.kernel)) for x in kernels)
-    plain_bytes = sum(
-      tree.size_bytes(nnx.state(x.kernel))
-      for x in lora_modules.adaptable(whole).values()
-    )
+    plain_bytes = sum(x.dense().nbytes for x in lora_modules.adaptable(whole).values())
     print(
       f"{pathlib.Path(folder).name} {dtype} {method}: {len(kl)} tokens, "
       f"kernels {held / 2**20:.0f} of {plain_bytes / 2**20:.0f} MiB, "

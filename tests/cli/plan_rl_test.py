@@ -108,7 +108,9 @@ def test_fit_is_for_other_jobs(made):
     plan_main.advise(config, mesh, known)
 
 
-@pytest.mark.parametrize(("job", "count"), [(GRPO, 2), (PPO, 1)])
+@pytest.mark.parametrize(
+  ("job", "count"), [(GRPO, 2), ((*PPO, "--rollout.weights=int8"), 1)]
+)
 def test_rollouts_of_the_engine(job, count):
   """Also on a mesh of one device, where the actor itself samples."""
   made = plan_main.plan(config_lib.load(job), f"cpu:{count}", {"tp": count})

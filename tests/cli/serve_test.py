@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.generate.engine.engine import Engine
 from tunix.models import lora, safetensors_saver
+from tunix.models.adapters import lora_modules
 from tunix.serve.settings import ServeSettings
 from tunix.utils import env
 
@@ -265,6 +267,28 @@ def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
     assert one.engine._drafts.sources == ("none", "lookup", "model")
     assert one.engine.config.draft_tokens == (2 if "--draft_tokens" in words else 4)
   assert len(drivers) == (2 if "--replicas" in words else 1)
+
+
+def test_kernels_in_eight_bits_reach_the_engine_and_the_plan(folder, monkeypatch):
+  served = []
+  monkeypatch.delenv("TUNIX_API_KEY", raising=False)
+  monkeypatch.setattr(Engine, "warm_up", lambda self, **_: None)
+  take = lambda driver, *_, **__: served.append(driver)
+  monkeypatch.setattr(serve.server, "serve", take)
+  assert not runs.tunix("serve", folder, "--weights", "fp8")
+  kernels = lora_modules.adaptable(served[0].engine._model).values()
+  assert {x.kernel.method for x in kernels} == {"fp8"}
+  planned = {}
+  for form in (), ("--weights", "fp8"):
+    values = plan_serve.parser().read([str(folder), "--slots=2", *form])
+    planned[form] = plan_serve._plan(values, "cpu:1", {"tp": 1})
+  whole, rounded = (x.engine.weights_bytes for x in planned.values())
+  size = sum(math.prod(x.kernel.shape) for x in kernels)
+  assert 0.9 * 3 * size < whole - rounded < 3 * size  # float32 to 8 bits, and scales
+  assert planned["--weights", "fp8"].model.endswith("stored as fp8")
+  with pytest.raises(ValueError, match="--tinker with --weights int8: the training"):
+    words = [str(folder), "--tinker", "--weights", "int8"]
+    serve._tinker_settings(serve.parser().read(words))
 
 
 def test_a_plan_refuses_a_draft_model():

@@ -9,6 +9,7 @@ keep their dtype. The storage of a kernel is in transformer/dense/quantized.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models.adapters import lora_modules
-from tunix.models.transformer.dense import quantized
+from tunix.models.transformer.dense import quantized, qwix_seam
 from tunix.models.transformer.dense.layers import Linear, param
 from tunix.models.transformer.dense.quantized import QuantizationConfig, QuantizedKernel
 from tunix.models.transformer.model import Transformer
@@ -70,19 +71,37 @@ def quantize(
 def for_sampling(model: nnx.Module, config: QuantizationConfig | str) -> Transformer:
   """Returns a model to sample from, with quantized kernels under its adapters.
 
-  It is as `quantize` makes it, but the model may have adapters and quantized kernels,
-  and both stay as they are. All other arrays are shared with `model`, and
-  `rl.weights.placement.copy_weights` encodes later weights.
+  It is as `quantize` makes it, but the model may have adapters, kernels that are
+  trained whole beside them, and quantized kernels, and these stay as they are. All
+  other arrays are shared with `model`, and `rl.weights.placement.copy_weights` encodes
+  later weights.
+
+  Args:
+    model: the model, or its shapes. It is unchanged.
+    config: the name of a method, or the whole configuration.
 
   Raises:
-    ValueError: the model is not a decoder of tunix, or see `QuantizationConfig`.
+    ValueError: the model is not a decoder of tunix, qwix has wrapped it, it has no
+      kernel to quantize, or see `QuantizationConfig`.
   """
-  if not isinstance(model, Transformer):
+  if not isinstance(model, Transformer) or qwix_seam.is_wrapped(model):
+    wrapped = ", which qwix has wrapped" if isinstance(model, Transformer) else ""
     raise ValueError(
-      f"the model is {type(model).__name__}; expected a decoder of tunix, whose "
-      "kernels can be stored in 8 bits. Leave the setting out that asks for it"
+      f"weights asks for kernels in {as_config(config).method}, and the model is "
+      f"{type(model).__name__}{wrapped}; expected a decoder of tunix, with adapters of "
+      "lora.apply or none. Leave weights out"
     )
-  return _quantized(model, as_config(config), None)
+  out = _quantized(model, as_config(config), None)
+  held = [
+    sum(map(lora_modules.is_quantized, linears.values()))
+    for linears in (lora_modules.linears(model), lora_modules.linears(out))
+  ]
+  if held[0] == held[1]:
+    raise ValueError(
+      f"weights asks for kernels in {as_config(config).method}, and all kernels of the "
+      "layers are quantized already, or trained whole. Leave weights out"
+    )
+  return out
 
 
 def _quantized(
@@ -92,7 +111,8 @@ def _quantized(
   modules = lora_modules.adaptable(out)
   for path in _chosen(modules, config) if paths is None else paths:
     linear = modules[path]
-    if isinstance(linear.kernel, nnx.Param):  # not quantized already
+    # Not quantized already, and not trained whole beside adapters.
+    if type(linear.kernel) is nnx.Param:
       spec = linear.kernel.get_metadata("out_sharding")
       linear.kernel = nnx.data(quantize_kernel(linear.kernel.get_value(), spec, config))
   return out
@@ -135,19 +155,26 @@ def quantize_kernel(
   """
   block = config.block_of(kernel.shape[-2])
   static = config.method, block, jnp.dtype(config.scale_dtype)
-  where, mesh = None, mesh_lib.mesh_of(kernel)
-  shapes = jax.eval_shape(lambda w: quantized.encode(w, *static), kernel)
-  if mesh is not None:
+  where, shapes = None, _encoded_shapes(kernel.shape, jnp.dtype(kernel.dtype), *static)
+  if (mesh := mesh_lib.mesh_of(kernel)) is not None:
     where = tuple(mesh_lib.sharding_of_spec(spec, x.shape, mesh) for x in shapes)
   if isinstance(kernel, jax.ShapeDtypeStruct):  # a plan
-    out = (x.update(sharding=w) for x, w in zip(shapes, where or (None, None)))
-    codes, scales = out
+    where = where or (kernel.sharding,) * 2
+    codes, scales = (x.update(sharding=w) for x, w in zip(shapes, where))
   else:
     encode = jax.jit(quantized.encode, static_argnums=(1, 2, 3), out_shardings=where)
     codes, scales = encode(kernel, *static)
   return QuantizedKernel(
     param(codes, spec), param(scales, spec), method=config.method, dtype=kernel.dtype
   )
+
+
+@functools.lru_cache
+def _encoded_shapes(shape: tuple[int, ...], dtype: Any, *static: Any) -> Any:
+  """Returns the shapes of codes and scales; each transfer of weights asks for them."""
+  encode = functools.partial(quantized.encode, method=static[0], block=static[1])
+  kernel = jax.ShapeDtypeStruct(shape, dtype)
+  return jax.eval_shape(functools.partial(encode, scale_dtype=static[2]), kernel)
 
 
 def dequantize(model: Transformer) -> Transformer:

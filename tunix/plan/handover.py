@@ -26,7 +26,7 @@ class Handover:
   Attributes:
     mesh: {axis: size} of these devices.
     devices: their number.
-    trained_bytes: bytes of the weights that are trained.
+    trained_bytes: bytes of the weights that are trained, in the form that samples.
     received_bytes: bytes of them that each of these devices receives after a batch.
     seconds: lower bound of the time of that; None: the rate of the links is not known.
     lag: batches that may be sampled ahead; 0: sampling and updates wait for each other.
@@ -59,7 +59,7 @@ def of_cluster(cluster: RLCluster, mesh: Mesh, chip: Chip | None, lag: int) -> H
     lag: see `Handover`.
   """
   whole, of_device = _trained(cluster)
-  trained = sum(x.size * x.dtype.itemsize for x in whole)
+  trained = sum(x.size * x.dtype.itemsize for x in _sent(cluster))
   senders = max(len(x.sharding.device_set) for x in whole)
   rate = None if chip is None else chip.link_rate
   # Every byte leaves the devices that train, and each of the others receives its part.
@@ -89,10 +89,16 @@ def waiting_bytes(cluster: RLCluster, mesh: Mesh | None, copies: int) -> int:
 
 def _trained(cluster: RLCluster) -> tuple[list[jax.ShapeDtypeStruct], int]:
   """Returns the trained weights, and their bytes on a device that samples."""
+  whole = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, _kind(cluster)))
+  return whole, sum(map(residents.shard_bytes, _sent(cluster)))
+
+
+def _sent(cluster: RLCluster) -> list[jax.ShapeDtypeStruct]:
+  """Returns the trained weights in the form in which they sample, and travel."""
+  return jax.tree.leaves(nnx.state(cluster.rollout.model(), _kind(cluster)))
+
+
+def _kind(cluster: RLCluster) -> type[nnx.Param]:
   actor, sampled = cluster.actor_trainer.model, cluster.rollout.model()
-  assert sampled is not None
   only = placement.sync_needs(actor, sampled) == "adapters"
-  kind = nnx.LoRAParam if only else nnx.Param
-  leaves = jax.tree.leaves(nnx.state(sampled, kind))
-  whole = jax.tree.leaves(nnx.state(actor, kind))
-  return whole, sum(map(residents.shard_bytes, leaves))
+  return nnx.LoRAParam if only else nnx.Param

@@ -171,7 +171,7 @@ class AlgorithmConfig:
       arXiv:2605.24517). It needs an environment.
     rollout_correction: correction for tokens that were drawn by older weights, or by an
       engine whose log-probabilities differ from the trainer's. None corrects only
-      stale rollouts and for rollouts in 8 bits, with `safe_correction`; the kind "off"
+      stale rollouts and rollouts in 8 bits, with `safe_correction`; the kind "off"
       corrects nothing.
     mask_truncated: if True, completions that reached their token limit are left out of
       the loss.

@@ -191,6 +191,12 @@ class ClusterConfig:
         "engine_options differ between modes, which share one engine: set them in "
         "Mode.TRAIN only"
       )
+    forms = {c.weights for c in self._modes()}
+    if len(forms) > 1:
+      raise ValueError(
+        f"weights is {' and '.join(map(repr, sorted(forms, key=str)))} in different "
+        "modes, which share one engine: set the same in each mode"
+      )
     if self.training_config.staleness and self.rollout_engine in _OTHER_PROCESS:
       raise ValueError(
         f"rollout_engine is {self.rollout_engine!r} and schedule is "
@@ -210,7 +216,7 @@ class ClusterConfig:
       raise ValueError(
         f"rollout_engine is {self.rollout_engine!r} and weights is {weights!r}, which "
         'needs our own engine in this process: set rollout_engine to "vanilla", or '
-        "leave weights out. Servers have options of their own for 8 bits"
+        "leave weights out"
       )
     head = self.rollout(Mode.TRAIN).center_scores
     if head and self.rollout_engine in (*_OTHER_PROCESS, "padded"):

@@ -11,6 +11,7 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
 from tunix.rl.weights import policy_version
 from tunix.rl.weights.policy_version import PolicyVersion
+from tunix.sft.metrics_logger import Mode
 from tunix.sft.steps.run_state import ARRAYS, Position, RunState
 from tunix.utils.setting import named_values
 
@@ -140,12 +141,14 @@ def load(
 
 
 def identity(cluster: RLCluster) -> dict[str, Any]:
-  """Returns what a run does not change: stamps of models, a lag and a schedule."""
+  """Returns what a run does not change: stamps of models, and settings of rollouts."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
   config = cluster.cluster_config.training_config
   ahead: dict[str, Any] = {"lag": config.staleness} if config.staleness else {}
   if config.schedule == "greedy":
     ahead["schedule"] = "greedy"
+  if (form := cluster.cluster_config.rollout(Mode.TRAIN).weights) is not None:
+    ahead["weights"] = form
   return ahead | {
     name: policy_version.policy_stamp(model)
     for name, model in fixed.items()

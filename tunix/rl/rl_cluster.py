@@ -319,7 +319,9 @@ class RLCluster:
       sampled = actor
     elif sampled is not actor:
       placement.copy_weights(actor, sampled)
-    version = self._sync.publish(sampled, self.actor_trainer.train_steps)
+    # A schedule that lags publishes the actor, whatever form samples.
+    published = actor if self._training.staleness else sampled
+    version = self._sync.publish(published, self.actor_trainer.train_steps)
     self.rollout.update_params(sampled, version)
     return version
 

@@ -93,6 +93,12 @@ def make_rollout(
   )
   rollout = config.widest_rollout()
   if rollout.weights is not None:
+    if not issubclass(engine, vanilla_rollout.VanillaRollout):
+      raise ValueError(
+        f"rollout_engine is {engine.__name__} and weights is {rollout.weights!r}, "
+        'which needs our own engine: set rollout_engine to "vanilla", or leave weights '
+        "out"
+      )
     model = quantization.for_sampling(model, rollout.weights)
   return engine(model, tokenizer, rollout)
 

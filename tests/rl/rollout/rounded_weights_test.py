@@ -1,5 +1,7 @@
 """Rollouts whose kernels are in 8 bits, made from the policy at every transfer."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from tests.rl import clusters
 from tunix.models import lora, quantization
 from tunix.models.adapters import lora_modules
 from tunix.models.transformer.dense import quantized
+from tunix.rl import learner_state
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.vllm_rollout import VllmRollout
 from tunix.rl.weights import placement
+from tunix.sft.metrics_logger import Mode
 from tunix.utils import mesh as mesh_lib, tree
 
 SETTINGS = {"max_tokens_to_generate": 6, "max_prompt_length": 8}
@@ -90,6 +95,11 @@ def test_kernels_take_a_byte_for_each_weight():
     size = tree.size_bytes(nnx.state(linear.kernel))
     whole = np.prod(linear.kernel.shape)
     assert whole < size <= whole * 1.13, path  # 4 bytes for each column of 32 or 64
+  # An odd width is one block too, also when it is sent again.
+  odd, other = (clusters.model(seed=n, hidden_dim=33) for n in (0, 1))
+  sampling_odd = quantization.for_sampling(odd, "int8")
+  assert placement.copy_weights(other, sampling_odd)
+  check_holds_rounded(sampling_odd, other, "int8")
   # All else is shared with the policy.
   shared = tree.flatten(nnx.state(actor, nnx.Param))
   for path, value in tree.flatten(nnx.state(sampling, nnx.Param)).items():
@@ -108,12 +118,23 @@ def test_kernels_are_sent_in_their_own_layout(mesh_fsdp4_tp2):
     assert not placement.copy_weights(source, target)
 
 
-def test_a_base_that_is_quantized_stays_as_it_is():
-  base = quantization.quantize(clusters.model(), "nf4")
-  actor = lora.apply(base, toys.default_lora())
+def test_kernels_that_are_quantized_or_trained_whole_stay_as_they_are():
+  base = quantization.quantize(clusters.model(), "nf4", targets=("up_proj",))
+  config = lora.LoraConfig(rank=2, targets=("q_proj",), modules_to_save=("o_proj",))
+  actor = lora.apply(base, config)
   sampling = quantization.for_sampling(actor, "int8")
-  methods = {x.kernel.method for x in lora_modules.adaptable(sampling).values()}
-  assert methods == {"nf4"}
+  forms = {
+    path.rpartition(".")[2]: getattr(x.kernel, "method", "whole")
+    for path, x in lora_modules.adaptable(sampling).items()
+  }
+  assert forms.pop("up_proj") == "nf4" and forms.pop("o_proj") == "whole"
+  assert {*forms.values()} == {"int8"}
+  assert not placement.copy_weights(actor, sampling)
+  whole = lora_modules.linears(actor)["layers.attn.o_proj"].kernel
+  whole[...] = whole[...] + 1
+  assert placement.copy_weights(actor, sampling) == whole[...].nbytes
+  with pytest.raises(ValueError, match="int8, and all kernels of the layers are quant"):
+    quantization.for_sampling(quantization.quantize(clusters.model(), "nf4"), "int8")
 
 
 def test_the_correction_of_rounded_rollouts_is_on_by_default():
@@ -124,7 +145,10 @@ def test_the_correction_of_rounded_rollouts_is_on_by_default():
     (off, options, None),
     ({}, {}, None),
   ):
-    assert clusters.grpo(algorithm, **more).algo_config.correction == expected
+    learner = clusters.grpo(algorithm, **more)
+    assert learner.algo_config.correction == expected
+    form = learner_state.identity(learner.rl_cluster).get("weights")
+    assert form == ("int8" if more else None)  # a resumed run must keep it
 
 
 def test_what_does_not_go_with_rounded_rollouts():
@@ -133,6 +157,11 @@ def test_what_does_not_go_with_rounded_rollouts():
   for engine in ("vllm", "remote"):
     with pytest.raises(ValueError, match=f"'{engine}' and weights is 'fp8'"):
       clusters.config(rollout={"weights": "fp8"}, rollout_engine=engine)
+  with pytest.raises(ValueError, match="VllmRollout and weights is 'fp8'"):
+    clusters.cluster(rollout={"weights": "fp8"}, rollout_engine=VllmRollout)
+  modes = {Mode.TRAIN: RolloutConfig(weights="int8"), Mode.EVAL: RolloutConfig()}
+  with pytest.raises(ValueError, match="weights is None and 'int8' in different modes"):
+    dataclasses.replace(clusters.config(), rollout_config=modes)
   with pytest.raises(ValueError, match="exact_tile_rows is 4, which promises"):
     clusters.grpo({"exact_tile_rows": 4}, rollout={"weights": "int8"})
   with pytest.raises(

@@ -66,6 +66,11 @@ def main(argv: Sequence[str]) -> None:
   config: Any = config_lib.load(words)
   if not isinstance(config, RLRun):
     raise ValueError(f"job is {config.job}, expected grpo or ppo, which sample")
+  if config.rollout.weights is not None:
+    raise ValueError(
+      f"rollout.weights is {config.rollout.weights!r}, and hosts sample with whole "
+      "weights. Leave it out"
+    )
   config = settle.settle_model(settle.absolute_paths(config))
   mesh = None
   if tp != 1:

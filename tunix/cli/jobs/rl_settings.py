@@ -199,6 +199,16 @@ class RLRun(RunSettings):
         f"{self.rollout.engine!r}: set rollout.engine to remote and rl.rollout_hosts "
         "to the addresses of its hosts, or neither"
       )
+    weights, tile = self.rollout.weights, self.algorithm.exact_tile_rows
+    ours = ("vanilla", "padded", "per_process")
+    if weights is not None and (tile is not None or self.rollout.engine not in ours):
+      name, value = "algorithm.exact_tile_rows", tile
+      if tile is None:
+        name, value = "rollout.engine", self.rollout.engine
+      raise ValueError(
+        f"rollout.weights is {weights!r} and {name} is {value!r}: 8 bits are for the "
+        f"engines {', '.join(ours)}, without exact scoring. Leave one of both out"
+      )
     if self.extends_prompts and self.data.template_args:
       raise ValueError(
         "algorithm.name is sdpo and data.template_args is set, which the prompts of "

@@ -99,9 +99,11 @@ class Greedy(Ahead):
         base = pathlib.Path(folder) / FOLDER
         self._journal = Journal(journal_lib.folder_of(base))
       self._decider = Live(self._journal)
-    seed = cluster.cluster_config.rollout(Mode.TRAIN).seed
+    sampling = cluster.cluster_config.rollout(Mode.TRAIN)
     if (journal := self._journal or self._replayed) is not None:
-      settings = {"lag": self._lag, "generations": generations, "seed": seed}
+      settings = {"lag": self._lag, "generations": generations, "seed": sampling.seed}
+      if sampling.weights is not None:
+        settings["weights"] = sampling.weights
       if self._has_others:
         settings["processes"] = jax.process_count()
       if self._rollout.engine_count > 1:

@@ -116,3 +116,5 @@ def test_quantized_kernels_and_products_of_qwix_stay():
   provider = qwix.LoraProvider(module_path=".*q_proj", rank=2, alpha=4.0)
   wrapped = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
   assert TiledKernel not in {kind for _, kind in kinds(wrapped)}
+  with pytest.raises(ValueError, match="which qwix has wrapped; expected a decoder"):
+    quantization.for_sampling(wrapped, "int8")

@@ -26,7 +26,7 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import families
+from tunix.models import families, quantization
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.perf.programs import ProgramRecord
@@ -110,6 +110,10 @@ def _plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
   grid, settings = where.mesh(mesh), _settings(values.build(serve.ServeOptions))
   with mesh_lib.use_mesh(grid):
     model = loading.ModelLoader(settings, grid, of_shapes=True).model()
+  described = describe(settings, model)
+  if (form := values.build(serve.ServeOptions).weights) is not None:
+    model = quantization.for_sampling(model, form)
+    described += f", stored as {form}"
   config = serve.engine_config(values, model)
   records = _records(model, config)
   sampled, context = EngineRecords(records), config.max_tokens // 2
@@ -126,7 +130,7 @@ def _plan(values: Values, topology: str, mesh: dict[str, int]) -> RunEstimate:
   }
   return RunEstimate(
     job=SERVE,
-    model=describe(settings, model),
+    model=described,
     topology=where.name,
     mesh={axis: int(size) for axis, size in grid.shape.items()},
     devices=grid.size,

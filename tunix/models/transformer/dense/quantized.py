@@ -123,6 +123,7 @@ def encode(
   x = blocks / jnp.where(divisor > 0, divisor, 1.0)
   x = x.reshape(*lead, rows, columns)
   if method == "fp8":  # bytes, since a float would look like a weight to train
+    x = jnp.clip(x, -_LARGEST[method], _LARGEST[method])  # E4M3 has no infinity
     return jax.lax.bitcast_convert_type(x.astype(_FP8), jnp.int8), scales
   if method == "nf4":
     table = np.asarray(_NF4, np.float32)
@@ -230,7 +231,9 @@ class QuantizedKernel(nnx.Module):
   @property
   def config(self) -> QuantizationConfig:
     """The configuration that stores a kernel as this one is stored."""
-    block = self.shape[-2] // self.scales.shape[-2]
+    block = (
+      None if self.scales.shape[-2] == 1 else self.shape[-2] // self.scales.shape[-2]
+    )
     # Scales of mxfp4 are bytes, which its configuration does not name.
     is_float = jnp.issubdtype(self.scales.dtype, jnp.floating)
     options = {"scale_dtype": self.scales.dtype} if is_float else {}
