@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.generate.answers.formats_test import read
-from tests.generate.answers.tagged_calls_test import deepseek, mark
+from tests.generate.answers.xml_calls_test import deepseek, mark
 from tunix.generate.answers.call_json import json_calls, object_of
 from tunix.generate.answers.formats import FORMATS
 from tunix.generate.answers.marked_calls import MarkedReader, Marks

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import toys_text
-from tests.generate.answers.tagged_calls_test import deepseek, glm, mark, qwen
+from tests.generate.answers.xml_calls_test import deepseek, glm, mark, qwen
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.openai.chat_test import MESSAGES, PATH, chat, joined
 from tests.serve.serving import server
