@@ -101,7 +101,8 @@ class Greedy(Ahead):
       self._decider = Live(self._journal)
     sampling = cluster.cluster_config.rollout(Mode.TRAIN)
     if (journal := self._journal or self._replayed) is not None:
-      settings = {"lag": self._lag, "generations": generations, "seed": sampling.seed}
+      settings: dict[str, Any] = {"lag": self._lag, "generations": generations}
+      settings["seed"] = sampling.seed
       if sampling.weights is not None:
         settings["weights"] = sampling.weights
       if self._has_others:
