@@ -114,7 +114,7 @@ def check_support(
   is_default = config.rollout_correction is None
   raise ValueError(
     f"rollout.{name} is {value} and algorithm.rollout_correction.kind is {rule.kind}"
-    f"{', which stale rollouts and those in 8 bits have by default' * is_default}: "
+    f"{', which rollouts in 8 bits and stale rollouts have by default' * is_default}: "
     "the engine gives probabilities among the tokens that the filter keeps, and the "
     f"trainer among all. Leave {name} out, or set algorithm.rollout_correction.kind to "
     "off"

@@ -46,8 +46,8 @@ def test_the_segments_are_those_of_every_turn_looked_at_by_itself(
   template, monkeypatch
 ):
   together = rendered(template, 12)[0]
-  monkeypatch.setattr(spans, "_contents", lambda *_: None)
-  monkeypatch.setattr(spans, "_predicted_starts", lambda *_: {})
+  monkeypatch.setattr(trained_spans, "_contents", lambda *_: None)
+  monkeypatch.setattr(trained_spans, "_predicted_starts", lambda *_: {})
   assert rendered(template, 12)[0] == together
 
 

@@ -165,7 +165,7 @@ def test_what_does_not_go_with_rounded_rollouts():
   with pytest.raises(ValueError, match="exact_tile_rows is 4, which promises"):
     clusters.grpo({"exact_tile_rows": 4}, rollout={"weights": "int8"})
   with pytest.raises(
-    ValueError, match=r"top_k is 3 .* those in 8 bits have by default"
+    ValueError, match=r"top_k is 3 .* in 8 bits and stale rollouts have by default"
   ):
     clusters.grpo(rollout={"weights": "int8", "top_k": 3})
   with pytest.raises(ValueError, match="expected a decoder of tunix"):
