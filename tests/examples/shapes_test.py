@@ -2,8 +2,6 @@ import pathlib
 
 import pytest
 
-pytest.importorskip("PIL")
-
 from tunix.examples import shapes
 
 

@@ -9,6 +9,8 @@ from flax import nnx
 
 from tests import toys
 from tests.rl import clusters
+from tunix.cli import config as config_lib
+from tunix.cli.commands import rollouts
 from tunix.models import lora, quantization
 from tunix.models.adapters import lora_modules
 from tunix.models.transformer.dense import quantized
@@ -157,6 +159,15 @@ def test_what_does_not_go_with_rounded_rollouts():
   for engine in ("vllm", "remote"):
     with pytest.raises(ValueError, match=f"'{engine}' and weights is 'fp8'"):
       clusters.config(rollout={"weights": "fp8"}, rollout_engine=engine)
+  words = ["--job=grpo", "--rollout.weights=int8"]
+  for word, name in (
+    ("--rollout.engine=vllm", "rollout.engine is 'vllm'"),
+    ("--algorithm.exact_tile_rows=4", "algorithm.exact_tile_rows is 4"),
+  ):
+    with pytest.raises(ValueError, match=f"rollout.weights is 'int8' and {name}"):
+      config_lib.load([*words, word])
+  with pytest.raises(ValueError, match="hosts sample with whole weights"):
+    rollouts.main(words)
   with pytest.raises(ValueError, match="VllmRollout and weights is 'fp8'"):
     clusters.cluster(rollout={"weights": "fp8"}, rollout_engine=VllmRollout)
   modes = {Mode.TRAIN: RolloutConfig(weights="int8"), Mode.EVAL: RolloutConfig()}

@@ -200,7 +200,7 @@ class RLRun(RunSettings):
         "to the addresses of its hosts, or neither"
       )
     weights, tile = self.rollout.weights, self.algorithm.exact_tile_rows
-    ours = ("vanilla", "padded", "per_process")
+    ours = vanilla_rollout.NAMES
     if weights is not None and (tile is not None or self.rollout.engine not in ours):
       name, value = "algorithm.exact_tile_rows", tile
       if tile is None:

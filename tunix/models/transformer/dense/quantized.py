@@ -231,9 +231,10 @@ class QuantizedKernel(nnx.Module):
   @property
   def config(self) -> QuantizationConfig:
     """The configuration that stores a kernel as this one is stored."""
-    block = (
-      None if self.scales.shape[-2] == 1 else self.shape[-2] // self.scales.shape[-2]
-    )
+    blocks = self.scales.shape[-2]
+    # One block of 8 bits is the default, which takes an odd number of inputs too.
+    is_default = blocks == 1 and self.method in OF_A_BYTE
+    block = None if is_default else self.shape[-2] // blocks
     # Scales of mxfp4 are bytes, which its configuration does not name.
     is_float = jnp.issubdtype(self.scales.dtype, jnp.floating)
     options = {"scale_dtype": self.scales.dtype} if is_float else {}
@@ -264,8 +265,9 @@ class QuantizedKernel(nnx.Module):
       spread: broadcasts vectors [..., out] to the rows of the output.
     """
     method = self.method
-    # A scale of an output can multiply the output: the codes are exact in 16 bits, and
-    # compilers read them in the product itself. Sums of codes overflow in float16.
+    # A scale of an output can multiply the output: the codes are exact in 16 bits, so
+    # that a compiler can read them in the product itself. Sums of codes overflow in
+    # float16.
     is_late = method in OF_A_BYTE and self.scales.shape[-2] == 1
     is_late = is_late and x.dtype != jnp.float16
 
