@@ -170,6 +170,18 @@ def folder(name, path):
   return processors.write(path, _TOYS[name][0])
 
 
+def long_folder(name, path):
+  """A folder as of `folder`, whose model has 256 positions in place of 64."""
+  folder(name, path)
+  values = json.loads((path / "config.json").read_text())
+  sizes = values["text_config"]
+  sizes["max_position_embeddings"] = 256
+  if "original_max_position_embeddings" in (rope := sizes.get("rope_parameters", {})):
+    rope["original_max_position_embeddings"] = 256
+  (path / "config.json").write_text(json.dumps(values))
+  return path
+
+
 def adapted_modules(model):
   """The modules for images that PEFT adapts: not the projector of Gemma 3."""
   names = "vision_tower", "multi_modal_projector"

@@ -11,13 +11,14 @@ from PIL import Image
 
 from tests import toys_images as toys
 from tunix.data import chat, show
+from tunix.data.fields import check_messages
 from tunix.data.images import ImageReader
 from tunix.data.pipeline import build_dataset
 from tunix.data.reading.files import open_file
 from tunix.data.reading.mixture import Mixture
 from tunix.data.reading.stored import HeldRecords, Renamed
 from tunix.data.reading.stream import Streamed, of_file
-from tunix.data.records import ANSWERED, LABELLED, PAIRS, SFT
+from tunix.data.records import LABELLED, PAIRS, SFT
 from tunix.data.render import render_record
 from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import scan
@@ -333,10 +334,8 @@ def test_records_with_images_elsewhere(smol, tmp_path):
     source_of(records, *smol, image_tokens=4).element(0)
   with pytest.raises(ValueError, match="packing is True and the records have images"):
     batches(records, *smol, packing=True)
-  with pytest.raises(ValueError, match="jobs that read images may have parts"):
-    ANSWERED.read({"prompt": [user(HERE)], "response": "a"}, "x")
-  with pytest.raises(ValueError, match="of the kind 'answered'; expected a kind whose"):
-    source_of([{}], *smol, kind=ANSWERED, layout=APART)
+  with pytest.raises(ValueError, match="Batches of text have no images"):
+    check_messages([user(HERE)], "x", images=False)
 
 
 def test_rows_are_never_cut_within_images(smol, tmp_path):

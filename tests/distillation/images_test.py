@@ -4,15 +4,29 @@ import json
 import shutil
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from tests import optimizers, toys_images
 from tests.cli import runs
 from tests.sft import images_test, trainers
+from tunix.cli.jobs.distill import as_prompts
+from tunix.data.images import ImageReader
+from tunix.data.pipeline import build_batches
+from tunix.data.reading.files import open_file
+from tunix.data.records import ANSWERED
+from tunix.data.rows import SideBySide
+from tunix.data.source import Source
+from tunix.data.turns.teacher_prompts import Taught
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.on_policy_trainer import (
+  OnPolicyConfig,
+  OnPolicyDistillationTrainer,
+)
 from tunix.distillation.strategies import LogitStrategy
 from tunix.distillation.teacher_cache import TeacherCache
+from tunix.distillation.teachers import SelfTeacher
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 
@@ -100,5 +114,90 @@ def test_the_command_trains(tmp_path):
   keys |= {"output_dir": tmp_path / "out", "training__max_steps": 2}
   cache = {"distill__cache": tmp_path / "cache"}
   assert images_test.command(tmp_path, **keys, **cache) == 0
+  losses = [record["loss"] for record in runs.metrics(tmp_path / "out").values()]
+  assert len(losses) == 2 and np.isfinite(losses).all()
+
+
+LIMITS = {"max_prompt_length": 80, "max_completion_length": 6}
+HINT = "hint: {demonstration}. {prompt} again"
+
+
+def written(name, tmp_path, **taught):
+  """(folder, a batch of prompts with images and answers) of a family."""
+  folder = toys_images.long_folder(name, tmp_path / "model")
+  model, tokenizer = toys_images.load(folder), toys_images.tokenizer(name)
+  limits = {"max_teacher_prompt_length": 110} if taught else {}
+  kind = Taught(**taught).kind(ANSWERED)
+  file = open_file(toys_images.write_records(tmp_path), kind)
+  source = Source(
+    records=file,
+    kind=kind,
+    tokenizer=tokenizer,
+    layout=SideBySide(max_prompt_length=80, max_completion_length=40, **limits),
+    images=ImageReader(folder, model.config),
+    image_tokens=24,
+  )
+  batches = build_batches(source, batch_size=4, shuffle=False)
+  return folder, as_prompts(next(iter(batches)))
+
+
+def on_policy(name, folder, teacher, parts=1, **options):
+  return OnPolicyDistillationTrainer(
+    pair(folder)[1],
+    teacher,
+    LogitStrategy(temperature=1.0, alpha=1.0, distill_top_k=5),
+    optimizers.sgd(1.0),
+    OnPolicyConfig(gradient_accumulation_steps=parts, **LIMITS, **options),
+    tokenizer=toys_images.tokenizer(name),
+  )
+
+
+@pytest.mark.parametrize("name", ("smolvlm", "ministral3"))
+def test_the_student_writes_about_images_and_the_teacher_sees_them(name, tmp_path):
+  folder, batch = written(name, tmp_path)
+  teacher = toys_images.load(folder)
+
+  def step(given, parts=1):
+    trainer = on_policy(name, folder, teacher, parts)
+    loss = float(trainer.train_step(given))
+    return loss, trainers.leaves(trainer.model)
+
+  whole, one = step(batch)
+  assert whole > 1e-4
+  cut, many = step(batch, parts=4)
+  np.testing.assert_allclose(cut, whole, rtol=1e-5)
+  for path, leaf in one.items():
+    np.testing.assert_allclose(many[path], leaf, rtol=0, atol=1e-6, err_msg=path)
+  dark = jax.tree.map(lambda x: -x if x.dtype == np.float32 else x, batch["images"])
+  assert abs(step({**batch, "images": dark})[0] - whole) > 1e-4
+  long = [np.concatenate([ids, np.ones(64, np.int32)]) for ids in batch["prompts"]]
+  with pytest.raises(ValueError, match="cannot be cut"):
+    step({**batch, "prompts": long})
+
+
+def test_a_teacher_with_a_hint_sees_the_images(tmp_path):
+  folder, batch = written("smolvlm", tmp_path, template=HINT)
+  tokenizer, soft = toys_images.tokenizer("smolvlm"), toys_images.SOFT
+  for own, prompt in zip(batch["teacher_prompts"], batch["prompts"]):
+    assert np.sum(own == soft) == np.sum(prompt == soft)
+  texts = [tokenizer.decode(ids.tolist()) for ids in batch["teacher_prompts"]]
+  assert all("hint: " in text and " again" in text for text in texts)
+  teacher = SelfTeacher(weights="current")
+  losses = []
+  for images in (batch["images"], np.zeros_like(batch["images"])):
+    trainer = on_policy("smolvlm", folder, teacher, max_teacher_prompt_length=110)
+    losses.append(float(trainer.train_step({**batch, "images": images})))
+  assert losses[0] > 1e-6 and abs(losses[0] - losses[1]) > 1e-6
+
+
+@pytest.mark.slow
+def test_the_command_distills_on_policy(tmp_path):
+  toys_images.long_folder("smolvlm", tmp_path / "model")
+  toys_images.write_records(tmp_path)
+  keys = {"job": "distill", "output_dir": tmp_path / "out", "training__max_steps": 2}
+  keys |= {"distill__on_policy_fraction": 1, "rollout__max_tokens_to_generate": 6}
+  keys |= {"distill__self_teacher": "average", "rollout__max_prompt_length": 80}
+  keys |= {"data__max_length": 1024}
+  assert images_test.command(tmp_path, **keys) == 0
   losses = [record["loss"] for record in runs.metrics(tmp_path / "out").values()]
   assert len(losses) == 2 and np.isfinite(losses).all()

@@ -20,6 +20,10 @@ from tunix.models import lora
 from tunix.models.images.opening import open_image
 from tunix.rl import common, policy_loss
 from tunix.rl.common import TrainExample
+from tunix.rl.config import Role
+from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.env.conversation import Conversation
+from tunix.rl.env.env import EnvError, StepResult
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.grpo.sdpo_learner import SDPOConfig, SDPOLearner
 from tunix.rl.pipeline import prompt_batch
@@ -30,6 +34,7 @@ from tunix.rl.trainer import Trainer
 from tunix.rl.utils import create_critic_model
 from tunix.sft import inference
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import mesh as mesh_lib
 
 GROUP, NEW = 2, 4
 LENGTH = 80  # tokens of a prompt
@@ -52,8 +57,8 @@ def questions(folder, most, count=4):
 class Setup:
   """A folder of a model, its reader and its prompts."""
 
-  def __init__(self, name, path):
-    self.folder = toys.folder(name, path / "model")
+  def __init__(self, name, path, folder=toys.folder):
+    self.folder = folder(name, path / "model")
     self.tokenizer = toys.tokenizer(name)
     self.reader = ImageReader(self.folder, self.model().config)
     self.records = questions(path / "pictures", 2)
@@ -312,6 +317,164 @@ def test_ppo_trains_on_images(smol):
   learner.close()
 
 
+def drawn_by(learner, prompts):
+  """Completions of the first batch, and the distance of its log-probabilities."""
+  texts = []
+
+  def note(prompts, completions, rewards, **columns):
+    texts.append(completions)
+    return {}
+
+  learner._experience._metric_fns.append(note)
+  learner.train(prompts)
+  logger = learner.rl_cluster.logger
+  [distance] = logger.get_metric_history("actor", "parity/abs_diff", Mode.TRAIN)
+  learner.close()
+  return texts, distance
+
+
+def test_greedy_draws_what_sync_draws(smol):
+  """From the same weights; groups are kept without their pixels."""
+  found = []
+  for schedule, lag in (("sync", None), ("greedy", 1)):
+    cluster = smol.cluster(max_steps=1, schedule=schedule, lag=lag)
+    learner = GRPOLearner(cluster, GRPOConfig(**algorithm()), looked_at([]))
+    found.append(drawn_by(learner, smol.prompts(smol.short)))
+  (texts, distance), (others, same) = found
+  assert texts == others and len(set(texts[0])) > 4
+  np.testing.assert_allclose(same, distance, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_roles_on_meshes_see_the_images(smol, mesh_fsdp8):
+  def trained(**options):
+    actor = smol.adapted()
+    trainers.shake(actor)
+    cluster = smol.cluster(actor, max_steps=1, **options)
+    learner = GRPOLearner(cluster, GRPOConfig(**algorithm()), looked_at([]))
+    learner.train(smol.prompts(smol.short))
+    return trainers.leaves(learner.rl_cluster.actor)
+
+  want = trained()
+  halves = [mesh_lib.create_mesh({"fsdp": 4}, jax.devices()[n : n + 4]) for n in (0, 4)]
+  apart = dict(zip((Role.ACTOR, Role.ROLLOUT), halves))
+  for meshes in ({Role.ACTOR: mesh_fsdp8}, apart):
+    found = trained(role_to_mesh=meshes)
+    for path, leaf in want.items():
+      np.testing.assert_allclose(found[path], leaf, atol=2e-5, err_msg=path)
+
+
+# Environments.
+
+
+class Pictures:
+  """Shows a picture, and after an action another one."""
+
+  folder: Any = None
+
+  def __init__(self, prompt, answer):
+    self.number, self.first, self.turns = int(answer), prompt, 0
+
+  def initial_observation(self):
+    return self.first
+
+  def step(self, action):
+    self.turns += 1
+    picture = str(Pictures.folder / f"{self.number % 4}.png")
+    return StepResult(
+      reward=len(action.text) % 3,
+      episode_done=self.turns == 2,
+      next_observation=toys.message("b?", picture),
+    )
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+  """A family whose toy has more positions."""
+  path = tmp_path_factory.mktemp("long")
+  setup = Setup("ministral3", path, toys.long_folder)
+  Pictures.folder = path / "pictures"
+  return setup
+
+
+def env_learner(setup, room=40, history="split", **options):
+  cluster = setup.cluster(**options)
+  limits = EpisodeConfig(max_tokens=60, max_image_tokens=room, history=history)
+  config = GRPOConfig(**algorithm())
+  return GRPOLearner(cluster, config, env=Pictures, episodes=limits)
+
+
+def shown(setup):
+  rows = [{**row, "images": []} for row in setup.short]
+  return {name: [row[name] for row in rows] for name in ("prompt", "answer")}
+
+
+@pytest.mark.parametrize(
+  "engine, history", [("vanilla", "keep"), ("vanilla", "split"), ("padded", "split")]
+)
+def test_environments_show_images(long, engine, history):
+  columns = shown(long)
+  batch = prompt_batch({"prompts": columns["prompt"], "answer": columns["answer"]})
+  learner = env_learner(long, history=history, rollout_engine=engine)
+  out = learner._experience.rollouts(batch, Mode.TRAIN, 0, learner._shape_rewards)
+  assert out.finish_reasons == ["done"] * 8
+  # In one row a second picture stands between two actions; they draw none.
+  soft, each = out.completion_ids == toys.SOFT, out.episode_rows
+  assert each == (1 if history == "keep" else 2)
+  assert soft.any() and not soft[out.completion_mask].any()
+  assert len(jax.tree.leaves(out.images)[0]) == 8 * each
+  ids = jnp.full((*out.completion_ids.shape, 1), toys.SOFT)
+
+  def score(model, **rows):
+    found: Any = scoring.score_completions(model, **rows, head_ids=ids)
+    return found.logps - jnp.log1p(-jnp.exp(found.head[..., 0]))
+
+  rows = {name: getattr(out, name) for name in (*common.TOKEN_ARRAYS, "images")}
+  actor, mask = learner.rl_cluster.actor, out.completion_mask
+  expected = inference.run(actor, score, rows, None, ())
+  np.testing.assert_allclose(out.rollout_logps[mask], expected[mask], atol=1e-5)
+  dark = jax.tree.map(lambda x: -x if x.dtype == np.float32 else x, out.images)
+  other = inference.run(actor, score, {**rows, "images": dark}, None, ())
+  assert np.abs(other[mask] - expected[mask]).max() > 1e-4
+  part = out.take([2, 0])
+  for have, all_rows in zip(jax.tree.leaves(part.images), jax.tree.leaves(out.images)):
+    want = all_rows.reshape(4, -1, *all_rows.shape[1:])[[2, 0]]
+    np.testing.assert_array_equal(have, np.concatenate(want))
+  wide = out.with_episode_rows(3)
+  for have, all_rows in zip(jax.tree.leaves(wide.images), jax.tree.leaves(out.images)):
+    np.testing.assert_array_equal(have[::3], all_rows[::each])
+    np.testing.assert_array_equal(have[2::3], all_rows[::each])
+  learner.close()
+
+
+def test_a_learner_trains_on_what_environments_show(long):
+  columns = shown(long)
+  prompts = [{"prompts": columns["prompt"], "answer": columns["answer"]}]
+  texts, distance = drawn_by(env_learner(long, max_steps=1), prompts)
+  assert len(texts[0]) == 8 and distance < 0.1
+  # One image has no room: the episode ends before it is drawn for.
+  learner = env_learner(long, room=1)
+  batch = prompt_batch(prompts[0])
+  out = learner._experience.rollouts(batch, Mode.TRAIN, 0, learner._shape_rewards)
+  assert set(out.finish_reasons) == {"observation"}
+  learner.close()
+
+
+def test_what_environments_refuse(long):
+  with pytest.raises(ValueError, match="max_image_tokens is 0 and prompts have images"):
+    env_learner(long, room=0)
+  with pytest.raises(ValueError, match="schedule is 'greedy' and prompts have images"):
+    env_learner(long, schedule="greedy", lag=1)
+  with pytest.raises(ValueError, match="the images of RLCluster None"):
+    env_learner(long, images=None)
+  talk = Conversation(long.tokenizer)
+  with pytest.raises(EnvError, match="max_image_tokens is 0; expected text"):
+    talk.observe(toys.message("a?", str(Pictures.folder / "0.png")))
+  talk = Conversation(long.tokenizer, reader=long.reader, max_image_tokens=40)
+  with pytest.raises(EnvError, match="there is no file"):
+    talk.observe(toys.message("a?", "/no.png"))
+
+
 def test_what_learners_refuse(smol):
   def message(learner=GRPOLearner, config=None, cluster=None, **options):
     config = config or GRPOConfig(**algorithm())
@@ -319,7 +482,6 @@ def test_what_learners_refuse(smol):
       learner(cluster or smol.cluster(**options), config, looked_at([]))
     return str(caught.value)
 
-  assert "schedule is 'greedy'" in message(schedule="greedy", lag=1)
   assert "SDPO" in message(SDPOLearner, SDPOConfig(**algorithm()))
   with pytest.raises(ValueError, match="shared_prompt is True"):
     GRPOLearner(
@@ -367,6 +529,30 @@ def command(smol, tmp_path_factory):
   return run
 
 
+BOARD = """
+from tunix.rl.env.env import StepResult
+
+class Board:
+  def __init__(self, prompt):
+    self.prompt = prompt
+
+  def initial_observation(self):
+    return self.prompt
+
+  def step(self, action):
+    return StepResult(reward=len(action.text) % 3, episode_done=True)
+"""
+
+
+def test_the_command_shows_images_in_environments(command, tmp_path):
+  (tmp_path / "board.py").write_text(BOARD)
+  keys = {"env": f"{tmp_path}/board.py:Board", "episode__max_image_tokens": 12}
+  keys |= {"output_dir": tmp_path / "out", "training__max_steps": 1}
+  assert command(**keys) == 0
+  text = (tmp_path / "out" / "samples" / "000000.jsonl").read_text()
+  assert "[image: " in text and "1.png]" in text
+
+
 def test_the_command_trains_and_resumes_exactly(command, tmp_path, capsys):
   """Checkpoints of `lagged` have rollouts that wait; a kill drill has `sync`."""
   whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -387,6 +573,3 @@ def test_what_the_command_refuses(command, tmp_path, capsys):
     return capsys.readouterr().err
 
   assert "only text is read here" in message(model__images="false")
-  assert "schedule is 'greedy' and prompts have images" in message(
-    rl__schedule="greedy"
-  )

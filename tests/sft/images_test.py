@@ -156,3 +156,14 @@ def test_data_show_prints_the_images(prepared, capsys):
   assert "[user] [image pictures/0.png][image pictures/1.png]what is 0?" in (
     capsys.readouterr().out
   )
+
+
+@pytest.mark.slow
+def test_adapters_on_a_quantized_base(prepared):
+  losses = []
+  for name, keys in (("whole", {}), ("int8", {"model__quantize": "int8"})):
+    out = prepared / name
+    assert command(prepared, output_dir=out, training__max_steps=2, **keys) == 0
+    losses.append([record["loss"] for record in runs.metrics(out).values()])
+  assert losses[0] != losses[1]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)

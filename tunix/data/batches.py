@@ -272,7 +272,7 @@ def _text(text: object, where: str) -> Text:
     )
   turns = list(turns)
   if turns:
-    fields.check_messages(turns, where)
+    fields.check_messages(turns, where, images=False)
   return turns
 
 

@@ -69,27 +69,24 @@ def check_string(
     )
 
 
-def check_text(
-  record: Mapping[str, Any], field: str, where: str, *, images: bool = False
-) -> None:
+def check_text(record: Mapping[str, Any], field: str, where: str) -> None:
   """Refuses a field that is neither a string nor a list of messages.
 
   Args:
     record: a record that has the field.
     field: name of the field.
     where: place of the record.
-    images: see `check_messages`.
 
   Raises:
     ValueError: the field or one of its messages has another type.
   """
   if isinstance(record[field], list):
-    check_messages(record[field], f'{where}: "{field}"', images=images)
+    check_messages(record[field], f'{where}: "{field}"')
   else:
     check_string(record, field, where, " or a list of messages")
 
 
-def check_messages(messages: object, where: str, *, images: bool = False) -> None:
+def check_messages(messages: object, where: str, *, images: bool = True) -> None:
   """Refuses a value that is no list of messages, or an empty list.
 
   Args:
@@ -157,9 +154,10 @@ def _check_message(message: object, where: str, images: bool) -> None:
   if isinstance(content, list) and images:
     _check_parts(content, role, f'{where}: "content"')
   elif not isinstance(content, str) and not calls_tools:
+    remedy = "Batches of text have no images: give token ids (docs/guides/images.md)"
+    remedy = remedy if isinstance(content, list) else "Write a text, or a list of parts"
     raise ValueError(
-      f'{where}: "content" is {_type_name(content)}, expected a string. Only '
-      "records of jobs that read images may have parts, see docs/guides/images.md"
+      f'{where}: "content" is {_type_name(content)}, expected a string. {remedy}'
     )
   calls = message.get("tool_calls") or []
   if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):

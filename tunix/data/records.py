@@ -23,9 +23,8 @@ chosen or rejected completion is text or a list of messages. A list that starts 
 system or user turn is a whole conversation, which repeats the prompt. A pair may have a
 number "margin": how much better the chosen completion is. A record may have "tools",
 JSON schemas for the chat template. A message with `"weight": 0` or `"train": false` is
-context for the model and is not trained. In records of SFT, PAIRS, LABELLED and
-PROMPT_ROWS, messages of the prompt that are not the assistant's may hold images, see
-`tunix.data.image_parts`.
+context for the model and is not trained. Messages of the prompt that are not the
+assistant's may hold images, see `tunix.data.image_parts`.
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ class Kind:
     forms: accepted forms of other libraries.
     settings: further settings of `read`, as text for digests.
     teacher_tokenizer: TokenizerAdapter of a teacher's prompts; None: the student's.
-    has_images: True if prompts may hold images.
   """
 
   name: str
@@ -107,20 +105,14 @@ class Kind:
   forms: tuple[foreign.Form, ...] = ()
   settings: str = ""
   teacher_tokenizer: Any = None
-  has_images: bool = False
 
   def counted(self, count: int) -> str:
     """Returns a number with the noun of the records: 1 pair, 2 pairs."""
     return terminal.counted(count, self.noun.removesuffix("s"))
 
 
-def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
+def read_sft(record: Any, where: str) -> Record:
   """Reads a record of fine-tuning.
-
-  Args:
-    record: the record.
-    where: place of the record.
-    images: accepts images in the messages of the prompt.
 
   Raises:
     ValueError: a field is missing or has the wrong type; begins with `where`.
@@ -134,10 +126,10 @@ def read_sft(record: Any, where: str, *, images: bool = True) -> Record:
     if "response" not in record:
       raise ValueError(f'{where}: "prompt" without "response"; {SFT.expected}')
     fields.check_string(record, "response", where)
-    fields.check_text(record, "prompt", where, images=images)
+    fields.check_text(record, "prompt", where)
     prompt, completion = record["prompt"], record["response"]
   elif form == "messages":
-    fields.check_messages(record["messages"], f'{where}: "messages"', images=images)
+    fields.check_messages(record["messages"], f'{where}: "messages"')
     prompt, completion = [], record["messages"]
   else:
     fields.check_string(record, "text", where)
@@ -186,7 +178,7 @@ def read_answered(record: Any, where: str) -> Record:
     ValueError: the record is not of fine-tuning, or does not end with an answer.
   """
   record = foreign.convert(record, where, *SFT.forms)
-  read = read_sft(record, where, images=False)
+  read = read_sft(record, where)
   if read.form == "messages" and len(record["messages"]) > 1:
     *prompt, last = record["messages"]
     if last["role"] != "assistant":
@@ -242,7 +234,7 @@ def read_prompt_row(record: Any, where: str) -> Record:
       f"{where}: the column {reserved[-1]!r} has a reserved name, which stands for "
       "completions or for the tokens of prompts; rename it"
     )
-  fields.check_text(record, form, where, images=True)
+  fields.check_text(record, form, where)
   if not record[form]:
     raise ValueError(f'{where}: "{form}" is empty; {PROMPT_ROWS.expected}')
   # Null under the other name of the prompt is no column.
@@ -301,7 +293,7 @@ def _read_completions(
   fields.check_tools(record, where)
   for name in (*kind.completions, "prompt"):
     if name in record:
-      fields.check_text(record, name, where, images=kind.has_images)
+      fields.check_text(record, name, where)
   completions = {name: record[name] for name in kind.completions}
   prompt, completions = split(record.get("prompt"), completions, where)
   for name, completion in completions.items():
@@ -396,7 +388,6 @@ SFT = Kind(
   ),
   read=read_sft,
   forms=foreign.FINE_TUNING,
-  has_images=True,
 )
 PAIRS = Kind(
   name="pair",
@@ -408,7 +399,6 @@ PAIRS = Kind(
   completions=("chosen", "rejected"),
   noun="pairs",
   forms=foreign.PAIRS,
-  has_images=True,
 )
 LABELLED = Kind(
   name="labelled",
@@ -416,7 +406,6 @@ LABELLED = Kind(
   read=read_labelled,
   noun="completions",
   forms=foreign.LABELLED,
-  has_images=True,
 )
 ANSWERED = Kind(
   name="answered",
@@ -442,7 +431,6 @@ PROMPT_ROWS = Kind(
   read=read_prompt_row,
   completions=(),
   noun="prompts",
-  has_images=True,
 )
 KINDS = {
   kind.name: kind for kind in (SFT, PAIRS, LABELLED, ANSWERED, PROMPTS, PROMPT_ROWS)

@@ -55,7 +55,7 @@ def render_record(
     record: the record.
     kind: kind that the record is read as.
     tokenizer, where, chat, template_kwargs, reasoning: as for `tokenise`.
-    images, folder: as for `tunix.data.chat.render`; for kinds that may have images.
+    images, folder: as for `tunix.data.chat.render`.
 
   Raises:
     ValueError: the record is malformed, or nothing of it would be trained; begins with
@@ -81,7 +81,7 @@ def render_record(
   )
   extra = dict(read.extra)
   if TEACHER_PROMPT in extra:
-    options = {name: options[name] for name in ("where", "chat", "template_kwargs")}
+    del options["reasoning"]
     reads = tokenizer if kind.teacher_tokenizer is None else kind.teacher_tokenizer
     own = tokenise(extra[TEACHER_PROMPT], [], reads, **options)
     extra[TEACHER_PROMPT] = own.prompt

@@ -54,8 +54,7 @@ class Source:
       reasoning off: "error", "strip" (trains the answer alone) or "keep". If "strip"
       leaves nothing of an answer, it is an empty completion, and a record of
       fine-tuning is left out.
-    images: reads the images of records of a kind that may have some
-      (`Kind.has_images`); None refuses records with images.
+    images: reads the images of records; None refuses records with images.
     image_tokens: largest number of image tokens of a row, which decides how many pixels
       each row has. 0: rows have no field `images`. None: as many as a row, or a prompt
       beside its completions, has tokens. Unused for PROMPT_ROWS, which
@@ -84,11 +83,6 @@ class Source:
       raise ValueError(
         f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
         f"{self.kind.name!r}"
-      )
-    if self.images is not None and not self.kind.has_images:
-      raise ValueError(
-        f"images is set and the records are of the kind {self.kind.name!r}; expected a "
-        "kind whose prompts may hold images. Leave images out"
       )
     if not isinstance(self.records, Streamed) and not len(self.records):
       raise ValueError("records is empty; give at least one record")

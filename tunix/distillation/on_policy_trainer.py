@@ -39,6 +39,8 @@ from tunix.distillation.teachers import SelfTeacher, Teachers, TextTeacher
 from tunix.generate.drawing.params import SamplingParams
 from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.tokenizer_adapter import adapted
+from tunix.models import calling
+from tunix.models.images.prompt_images import PromptImages
 from tunix.perf.trace import NoopTracer
 from tunix.sft import averages
 from tunix.sft.loop import trainer_arguments
@@ -105,6 +107,10 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   If the batch has "teacher_prompts", texts or ids, the teacher reads them in place of
   the prompts, before the same completions. With `Teachers` a batch has "teachers".
 
+  Prompts with images are ids with their soft tokens, and the batch has "images": for
+  each row the argument of the model's call, blank where a prompt has none. Prompts of
+  the teacher have the images of their rows.
+
   Args:
     student_model, strategy, optimizer: see DistillationTrainer.
     teacher_model: see DistillationTrainer; or a SelfTeacher, Teachers, or a
@@ -154,6 +160,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       max_completion_length=training_config.max_completion_length,
     )
     self.sampler = sampler_of(student_model, tokenizer)
+    self._soft_token = calling.config_value(student_model, "soft_token")
     self._alignment = None
     if isinstance(teacher_model, TextTeacher):
       self._alignment = TextAlignment(
@@ -191,9 +198,14 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         "give one for each"
       )
     pairs = enumerate(zip(prompts, completions))
-    rendered = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
+    images = fields.get("images")
+    rendered = [
+      self._rendered(*pair, where=f"row {n}", may_cut=images is None)
+      for n, pair in pairs
+    ]
     columns = rows.columns(rendered, names, self._limits, pad_id=0)
-    return Prompts(**columns, **self._teacher_fields(fields, len(prompts)))
+    own = self._teacher_fields(fields, len(prompts))
+    return Prompts(**columns, **own, images=images)
 
   def _teacher_fields(self, fields: Any, count: int) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch that only the teacher reads."""
@@ -231,8 +243,14 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   def _prepare_inputs(self, batch: Prompts) -> Prompts:
     return batch  # the teacher scores it in _prepare_window, with its completions
 
-  def _rendered(self, prompt: Any, completion: Any, *, where: str) -> Rendered:
-    """Tokenizes a prompt and its optional completion, within the limits."""
+  def _rendered(
+    self, prompt: Any, completion: Any, *, where: str, may_cut: bool
+  ) -> Rendered:
+    """Tokenizes a prompt and its optional completion, within the limits.
+
+    Raises:
+      ValueError: the prompt is longer and must not be cut.
+    """
     tokenizer, texts = self.sampler.tokenizer, (prompt, completion)
     if all(isinstance(text, str) for text in texts):
       row = render.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
@@ -240,6 +258,12 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       ids = self.sampler.tokenize(prompt)
       completions = [] if completion is None else [completion]
       row = render.tokenise(ids, completions, tokenizer, where=where)
+    if not may_cut and len(row.prompt) > self.on_policy.max_prompt_length:
+      raise ValueError(
+        f"{where}: the prompt has {len(row.prompt)} tokens and max_prompt_length is "
+        f"{self.on_policy.max_prompt_length}; expected at most as many in a batch with "
+        "images, whose tokens cannot be cut. Raise it, or leave the row out"
+      )
     fitted = self._limits.fit(row, "truncate", tokenizer.bos_id())
     assert fitted is not None  # "truncate" drops no rows
     return fitted
@@ -327,20 +351,30 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     self._module.hand_back()  # the sampler reads the weights of the caller's module
     pairs = zip(batch.prompt_ids, batch.prompt_mask)
+    prompts = [ids[mask > 0] for ids, mask in pairs]
     with mesh_lib.off_planned():  # where no random key can be made
       out = self.sampler(
-        [ids[mask > 0] for ids, mask in pairs],
+        prompts,
         config.max_completion_length,
         max_prompt_length=config.max_prompt_length,
         **{**config.rules(), "seed": key},
         include_eos=True,
         first_prompt=first,
+        images=self._images(batch.images, prompts),
       )
     tokens = list(out.tokens)
     trained = [np.ones_like(ids) for ids in tokens]
     length = config.max_completion_length
     ids, mask = rows.stack_completions(tokens, trained, length, pad_id=0)
     return batch._replace(completion_ids=ids, completion_mask=mask)
+
+  def _images(self, images: Any, prompts: list[np.ndarray]) -> list[Any] | None:
+    """Returns the images of each prompt for the sampler."""
+    if images is None:
+      return None
+    rows_of = [jax.tree.map(lambda x, n=n: x[n], images) for n in range(len(prompts))]
+    counts = [int(np.sum(ids == self._soft_token)) for ids in prompts]
+    return list(map(PromptImages.of_row, rows_of, counts))
 
 
 def _check_policy(strategy: BaseStrategy, config: OnPolicyConfig) -> None:

@@ -29,6 +29,7 @@ class Prompts(NamedTuple):
     teacher_prompt_ids, teacher_prompt_mask: int32 [B, Q], padded on the left: what the
       teacher reads in place of the prompt; or None.
     teacher: int32 [B], number of the row's teacher, see `Teachers`; or None.
+    images: images of the prompts by row, the argument of the model's call; or None.
   """
 
   prompt_ids: np.ndarray
@@ -38,9 +39,10 @@ class Prompts(NamedTuple):
   teacher_prompt_ids: np.ndarray | None = None
   teacher_prompt_mask: np.ndarray | None = None
   teacher: np.ndarray | None = None
+  images: Any = None
 
 
-def joined(batch: Prompts) -> dict[str, np.ndarray]:
+def joined(batch: Prompts) -> dict[str, Any]:
   """Returns the tokens of each row without gaps; the completion is trained.
 
   Prompts are padded on the left and completions on the right. A stable sort by padding
@@ -56,7 +58,8 @@ def joined(batch: Prompts) -> dict[str, np.ndarray]:
   def move(x):
     return np.take_along_axis(x, tokens_first, axis=1)
 
-  return {"input_tokens": move(ids), "input_mask": move(trained)}
+  rows = {"input_tokens": move(ids), "input_mask": move(trained)}
+  return rows if batch.images is None else rows | {"images": batch.images}
 
 
 def seen_by_teacher(batch: Prompts) -> dict[str, Any] | None:
@@ -81,7 +84,7 @@ def seen_by_teacher(batch: Prompts) -> dict[str, Any] | None:
 
 def spanned(
   batch: Prompts, readings: Sequence[Reading], length: int
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
   """Returns the rows of student and teacher, aligned by spans of text.
 
   Args:

@@ -56,7 +56,8 @@ class TrainExample:
     prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
     head_ids, head_probs: see `Rollouts`; if they are given, the loss is centered.
     images: images of the prompts, the argument `images` of the model; the first axis is
-      the prompts, whose rows are adjacent. None without images.
+      the prompts, whose rows are adjacent, or in episodes the rows. None without
+      images.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -118,7 +119,8 @@ class Rollouts:
     head_ids, head_probs: int32 and float32 [B, R, k], the most likely tokens of the
       distribution that each token was drawn from, and their probabilities, 0 on
       padding; None without `RolloutConfig.center_scores`.
-    images: images of the P prompts, the argument `images` of the model, or None.
+    images: images of the P prompts, in episodes of the B rows, the argument `images` of
+      the model, or None.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -170,7 +172,7 @@ class Rollouts:
     """True if all rows of each group begin with the same prompt."""
     if not self.episodes:
       return True
-    if self.episode_rows > 1:
+    if self.episode_rows > 1 or self.images is not None:
       return False
     ids = np.where(self.prompt_mask, self.prompt_ids, -1)
     groups = ids.reshape(-1, self.group_size, ids.shape[1])
@@ -220,7 +222,7 @@ class Rollouts:
       episodes=[self.episodes[i] for i in taken] if self.episodes else [],
       rewards=self.rewards.take(taken),
       scores=self.scores[groups],
-      images=jax.tree.map(lambda x: x[groups], self.images),
+      images=jax.tree.map(lambda x: x[rows if self.episodes else groups], self.images),
       **{name: x[rows] for name, x in self._row_arrays().items()},
     )
 
@@ -240,7 +242,9 @@ class Rollouts:
       return np.concatenate([parts, added], axis=1).reshape(-1, *x.shape[1:])
 
     arrays = {name: padded(name, x) for name, x in self._row_arrays().items()}
-    return dataclasses.replace(self, episode_rows=count, **arrays)
+    prompts = row_arrays.PROMPTS[0]
+    seen = jax.tree.map(functools.partial(padded, prompts), self.images)
+    return dataclasses.replace(self, episode_rows=count, images=seen, **arrays)
 
 
 def _members(groups: np.ndarray, size: int) -> np.ndarray:

@@ -87,6 +87,7 @@ class RLCluster:
     )
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = roles.make_rollout(config, self.actor, self.tokenizer)
+    self.rollout.reads_images = images is not None
     # Rollouts may come from weights that are `staleness` batches old.
     self._sync = PublishedVersions(history=max(8, train.staleness + 2))
     self.inference_worker = InferenceWorker(

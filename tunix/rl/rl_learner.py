@@ -94,9 +94,16 @@ class RLLearner(BaseTrainer):
     episodes: EpisodeConfig | None = None,
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
+    room = None if env is None else (episodes or EpisodeConfig()).max_image_tokens
     if rl_cluster.images is not None:
       images.check_image_support(
-        rl_cluster, has_env=env is not None, reads_hints=self.reads_hints
+        rl_cluster, env_room=room, reads_hints=self.reads_hints
+      )
+    elif room:
+      raise ValueError(
+        f"max_image_tokens is {room} and the images of RLCluster None; expected an "
+        "ImageReader. Pass RLCluster(images=ImageReader(...)), or by command a model "
+        "with a vision tower"
       )
     self._config = rl_cluster.cluster_config.training_config
     self.rl_cluster = rl_cluster

@@ -139,6 +139,9 @@ class FakeExperience:
     ]
     return dataclasses.replace(common.joined(parts), versions=None)
 
+  def with_images(self, rollouts):
+    return rollouts
+
   def shaped(self, rollouts, shape_rewards, measured):
     return rollouts
 

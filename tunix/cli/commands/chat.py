@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from tunix.cli.commands.parts import pictures
 from tunix.cli.commands.parts.arguments import ModelOptions, Parser, Sampling
 from tunix.cli.commands.parts.chat_server import (
   ChatServer,
   Messages,
   Part,
   Unanswered,
+  image_part,
   key_of,
 )
 from tunix.cli.make import model_folders
@@ -35,12 +37,15 @@ class ChatOptions(Sampling, ModelOptions):
       folder.
     api_key_env: variable that has the server's API key.
     system: the system turn.
+    images: loads the vision tower; null: see docs/guides/images.md. With it, the line
+      `/image FILE` puts an image before the text of the next turn.
   """
 
   model: str | None = setting(None, path="read")
   url: str | None = None
   api_key_env: str | None = None
   system: str | None = None
+  images: bool | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -50,12 +55,14 @@ class ChatOptions(Sampling, ModelOptions):
       if self.api_key_env is not None:
         raise ValueError("--api_key_env needs --url: a local model has no key")
       return
-    for name in known_values(self, ("adapter", "tokenizer", "dtype")):
+    for name in known_values(self, ("adapter", "tokenizer", "dtype", "images")):
       raise ValueError(
         f"--{name} and --url exclude each other: the server has loaded its model. "
         "Choose one of its models, or adapters, by --model NAME"
       )
 
+
+_IMAGE = "/image "
 
 # Streams the reply to a conversation.
 Replies = Callable[[Messages], Generator[Part, None, None]]
@@ -64,8 +71,9 @@ Replies = Callable[[Messages], Generator[Part, None, None]]
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix chat`.
 
-  A line of standard input is a user's turn. Replies are streamed to standard output.
-  Ctrl-C ends a reply; between two replies it ends the program.
+  A line of standard input is a user's turn, or a command that begins with "/". Replies
+  are streamed to standard output. Ctrl-C ends a reply; between two replies it ends the
+  program.
 
   Raises:
     FileNotFoundError: there is no such model or adapter.
@@ -76,17 +84,37 @@ def main(argv: Sequence[str]) -> None:
   args = parser().read(argv).build(ChatOptions)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
   replies = _local(args, start) if args.url is None else _remote(args)
-  messages = list(start)
+  messages, images = list(start), []
   for text in _turns():
     if text == "/exit":
       return
     if text == "/reset":
-      messages = list(start)
+      messages, images = list(start), []
       continue
-    turn = {"role": "user", "content": text}
+    if text.startswith(_IMAGE):
+      images += _image(text.removeprefix(_IMAGE).strip(), is_sent=args.url is not None)
+      continue
+    parts = [*images, {"type": "text", "text": text}]
+    turn = {"role": "user", "content": parts if images else text}
     answer = _reply(replies, [*messages, turn])
     if answer is not None:
       messages += [turn, {"role": "assistant", "content": answer}]
+      images = []
+
+
+def _image(file: str, *, is_sent: bool) -> list[dict[str, Any]]:
+  """Returns the image as a part of a message; none if there is no such file.
+
+  Args:
+    file: the file.
+    is_sent: True if a server receives the bytes, False if this process opens the file.
+  """
+  try:
+    part = image_part(file)
+  except OSError as error:
+    print(terminal.shown(f"{error}; give an image file", sys.stderr), file=sys.stderr)
+    return []
+  return [part if is_sent else {"type": "image", "image": file}]
 
 
 def _local(args: ChatOptions, start: Messages) -> Replies:
@@ -96,12 +124,17 @@ def _local(args: ChatOptions, start: Messages) -> Replies:
   tokenizer = model_folders.load_tokenizer(model, adapter, args.tokenizer)
   # Fails before the weights are read if there is no template, or no system turn in it.
   tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
-  loaded = model_folders.load_model(model, adapter, args.dtype)
+  loaded = model_folders.load_model(model, adapter, args.dtype, args.images)
+  reader = model_folders.image_reader(model, args.images)
   # The cache of the conversation is kept: a turn prefills only what is new.
   sampler: Any = sampler_of(loaded, tokenizer, frozen=True)
 
   def replies(messages: Messages) -> Generator[Part, None, None]:
-    prompt = sampler.tokenizer.apply_chat_template(messages, tokenize=True)
+    try:
+      prompt, images = pictures.conversation(reader, messages, sampler.tokenizer)
+    except ValueError as error:
+      raise Unanswered(str(error)) from error
+    options = args.options if images is None else args.options | {"images": [images]}
     steps = model_folders.new_tokens(
       sampler.transformer, [len(prompt)], args.max_new_tokens
     )
@@ -110,7 +143,7 @@ def _local(args: ChatOptions, start: Messages) -> Replies:
         f"the conversation has {len(prompt)} tokens, more than the model has "
         "positions; type /reset or a shorter message"
       )
-    for part in sampler.stream([prompt], steps, every=1, **args.options):
+    for part in sampler.stream([prompt], steps, every=1, **options):
       yield Part(part.text)
 
   return replies
@@ -169,5 +202,8 @@ def _reply(replies: Replies, messages: Messages) -> str | None:
 
 def parser() -> Parser:
   """Returns the parser of the arguments."""
-  about = "talks to a model; /reset starts a new conversation, /exit ends"
+  about = (
+    "talks to a model; /image FILE adds an image to the next turn, /reset starts a new "
+    "conversation, /exit ends"
+  )
   return Parser("tunix chat", about, Section(ChatOptions))

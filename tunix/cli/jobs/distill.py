@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tunix.cli.jobs import sft
@@ -163,7 +164,7 @@ def _on_policy_options(config: DistillRun, **options: object) -> OnPolicyConfig:
 
 def as_prompts(
   batch: Mapping[str, np.ndarray], teachers: Sequence[str] = ()
-) -> dict[str, list[Any]]:
+) -> dict[str, Any]:
   """Converts a batch of `rows.SideBySide` to the input of the on-policy trainer.
 
   Args:
@@ -172,7 +173,8 @@ def as_prompts(
 
   Returns:
     Token ids of the prompts, and of the completions and the teacher's prompts if the
-    batch has some, without padding and without rows of padding; names of teachers.
+    batch has some, without padding and without rows of padding; images, and names of
+    teachers.
   """
   real = np.flatnonzero(batch["weights"])
 
@@ -182,9 +184,11 @@ def as_prompts(
 
   names = {"prompts": "prompt", "completions": "completion"}
   names |= {"teacher_prompts": "teacher_prompt"}
-  out: dict[str, list[Any]] = {
+  out: dict[str, Any] = {
     ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch
   }
+  if "images" in batch:
+    out["images"] = jax.tree.map(lambda x: x[real], batch["images"])
   if teachers:
     out["teachers"] = [teachers[number] for number in batch["teacher"][real]]
   return out

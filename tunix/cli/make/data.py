@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,9 +62,8 @@ def _source(
   options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
   if isinstance(data, StreamSettings):
     options["reasoning"] = data.reasoning or "error"
-  if kind.has_images:
-    options["images"] = loading.ModelLoader(config).image_reader()
-    options["image_tokens"] = 0 if report is None else report.image_tokens
+  options["images"] = loading.ModelLoader(config).image_reader()
+  options["image_tokens"] = 0 if report is None else report.image_tokens
   layout: Any = layout_type(kind)
   return Source(
     records=records,
@@ -249,7 +250,9 @@ def build_data(
   }
   prints |= fingerprints.of_config(config)
   reader = loading.ModelLoader(config).image_reader()
-  if all(report.image_tokens == 0 for report in reports.values()):
+  has_images = any(report.image_tokens for report in reports.values())
+  episode = getattr(config, "episode", None)
+  if not has_images and not getattr(episode, "max_image_tokens", 0):
     reader = None
   if reader is not None:
     prints["model"] = fingerprints.digest((prints["model"], reader.fingerprint))
@@ -274,7 +277,12 @@ def build_data(
 
 def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a row with the prompt as the record has it."""
-  prompt = records.kind.read(records[index], records.where(index)).prompt
+  prompt: Any = records.kind.read(records[index], records.where(index)).prompt
+  if row.get(IMAGES_COLUMN):
+    sources = iter(row[IMAGES_COLUMN])  # absolute, in the order of the parts
+    prompt = copy.deepcopy(prompt)
+    for part in itertools.chain.from_iterable(map(image_parts.parts, prompt)):
+      part["image"] = next(sources)
   rest = {name: value for name, value in row.items() if name != PROMPT_IDS_COLUMN}
   return rest | {PROMPT_COLUMN: prompt}
 
@@ -332,7 +340,7 @@ def _scan_key(
   limits = (settings, source.overlong, source.chat, source.template_args)
   tokenizer = config.tokenizer
   limits = (*limits, source.reasoning, tokenizer.add_bos, tokenizer.messages)
-  reader = loading.ModelLoader(config).image_reader() if kind.has_images else None
+  reader = loading.ModelLoader(config).image_reader()
   if reader is not None:
     limits = (*limits, reader.fingerprint)
   if isinstance(part, Mixture):

@@ -226,7 +226,7 @@ class RunSettings(abc.ABC):
   instead: ClassVar[dict[str, str]] = {}
   # If False, adapters do not hold everything that the job trains.
   fits_adapter: ClassVar[bool] = True
-  # True if the job trains on records with images, where `Kind.has_images` allows them.
+  # True if the job trains on records with images.
   reads_images: ClassVar[bool] = False
 
   job: str

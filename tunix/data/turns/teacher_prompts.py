@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.data import records
+from tunix.data import image_parts, records
 from tunix.data.records import Kind, Record, Text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -49,25 +49,51 @@ def teacher_prompt(prompt: Text, template: str, **texts: str) -> Text:
 
   Args:
     prompt: text or messages; unchanged.
-    template: has {prompt}, and the names of `texts`.
+    template: has {prompt}, and the names of `texts`. In a message with images it has
+      {prompt} once, and its text stands before and after the message's parts.
     **texts: what the teacher reads in addition.
 
   Raises:
-    ValueError: the last message is not a user's text.
+    ValueError: the last message is not the user's, or a message with images gets a
+      template that repeats the prompt.
   """
   if isinstance(prompt, str):
     return filled(template, prompt=prompt, **texts)
   *before, last = prompt
-  if last["role"] != "user" or not isinstance(last["content"], str):
+  content = last["content"]
+  if last["role"] != "user" or not isinstance(content, str | list):
     raise ValueError(
       f"the last message of the prompt has the role {last['role']!r} and the content "
-      f"{type(last['content']).__name__}; expected a text of the user, which the "
+      f"{type(content).__name__}; expected a text of the user, which the "
       "template of the teacher's prompt extends. Leave the record out"
     )
-  return [
-    *before,
-    {**last, "content": filled(template, prompt=last["content"], **texts)},
-  ]
+  if isinstance(content, str):
+    content = filled(template, prompt=content, **texts)
+  else:
+    first, *after = template.split("{prompt}")
+    if len(after) != 1:
+      raise ValueError(
+        f"the template of the teacher's prompt has {{prompt}} {len(after)} times and "
+        "the prompt has images; expected it once. Shorten the template"
+      )
+    content = _surrounded(content, *(filled(x, **texts) for x in (first, *after)))
+  return [*before, {**last, "content": content}]
+
+
+def _surrounded(
+  parts: Sequence[Mapping[str, Any]], before: str, after: str
+) -> list[dict[str, Any]]:
+  """Returns the parts of a message with texts around them.
+
+  Adjacent texts become one part: templates may strip each part.
+  """
+  out = [dict(part) for part in parts]
+  for text, place in ((before, 0), (after, -1)):
+    if out[place]["type"] != "text":
+      out.insert(place if place == 0 else len(out), {"type": "text", "text": ""})
+    have = out[place]["text"]
+    out[place]["text"] = text + have if place == 0 else have + text
+  return [part for part in out if part.get("text") != ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +133,12 @@ class Taught:
 
     def read(record: Any, where: str) -> Record:
       out = kind.read(record, where)
+      if tokenizer is not None and image_parts.sources(out.prompt):
+        raise ValueError(
+          f"{where}: the record has an image and the teacher another tokenizer, whose "
+          "tokens of images are not those of the student; expected text. Leave the "
+          "image out, or choose a teacher with the student's tokenizer"
+        )
       own = {} if tokenizer is None else {TEACHER_PROMPT: out.prompt}
       own |= self._extra(out.prompt, record, where)
       return out._replace(extra=out.extra | own)

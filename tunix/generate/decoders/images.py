@@ -51,9 +51,13 @@ def forbidding(model: Any, options: SamplingOptions) -> SamplingOptions:
 
   A drawn soft token would have no image, and its row could not be scored.
   """
-  if not options.images:
+  given = tuple(options.forbidden_tokens or ())
+  if not options.images or not (more := {*forbidden(model)} - {*given}):
     return options
-  soft, given = soft_token(model), options.forbidden_tokens or ()
-  if soft in given or soft >= calling.config_value(model, "vocab_size"):
-    return options
-  return dataclasses.replace(options, forbidden_tokens=(*given, soft))
+  return dataclasses.replace(options, forbidden_tokens=(*given, *more))
+
+
+def forbidden(model: Any) -> tuple[int, ...]:
+  """Returns the ids that are never drawn in calls with images."""
+  soft = soft_token(model)
+  return (soft,) if soft < calling.config_value(model, "vocab_size") else ()

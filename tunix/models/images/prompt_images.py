@@ -44,6 +44,21 @@ class PromptImages:
     digests = tuple(map(_digest, images))
     return cls(processor.row(images, max_tokens), counts, digests)
 
+  @classmethod
+  def of_row(cls, pixels: Any, num_tokens: int) -> Self | None:
+    """Takes the images of a row of a batch as one; None without soft tokens.
+
+    Args:
+      pixels: the row of the argument `images` of the model.
+      num_tokens: number of soft tokens of the row's prompt.
+    """
+    if not num_tokens:
+      return None
+    hashed = hashlib.blake2b(digest_size=16)
+    for array in pixels if isinstance(pixels, tuple) else (pixels,):
+      hashed.update(np.ascontiguousarray(array).data)
+    return cls(pixels, (num_tokens,), (hashed.digest(),))
+
   @property
   def num_tokens(self) -> int:
     """Number of soft tokens of all images."""

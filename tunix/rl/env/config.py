@@ -26,6 +26,9 @@ class EpisodeConfig:
       observations together: the width of the arrays that are trained.
     max_observation_tokens: maximum number of tokens of an observation; a longer one
       ends the episode. null: no limit besides `max_tokens`.
+    max_image_tokens: maximum number of soft tokens of all images of an episode, whose
+      observations may then have images; an image beyond it ends the episode. All rows
+      of a run have room for as many. 0: images are refused.
     max_seconds: maximum number of seconds of an episode. It is checked between the
       calls of an environment, so that an episode may last `timeout_s` longer. The bytes
       of a run then depend on the speed of the machine. null: no limit.
@@ -54,6 +57,7 @@ class EpisodeConfig:
   max_turns: int = 8
   max_tokens: int = 1024
   max_observation_tokens: int | None = None
+  max_image_tokens: int = 0
   max_seconds: float | None = None
   max_rows: int = 4
   history: History = "split"
@@ -69,6 +73,7 @@ class EpisodeConfig:
       max_turns=checks.COUNT,
       max_tokens=checks.COUNT,
       max_observation_tokens=checks.COUNT,
+      max_image_tokens=checks.NOT_NEGATIVE,
       max_seconds=checks.POSITIVE,
       max_rows=checks.COUNT,
       memory_bytes=checks.BYTES,

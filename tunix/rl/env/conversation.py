@@ -22,12 +22,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tunix.data import image_parts
 from tunix.data.chat import TEMPLATE_DATE
+from tunix.data.images import ImageReader, Picture, reference
 from tunix.generate.answer_reader import AnswerReader
 from tunix.generate.answers.formats import format_for
 from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.env import Action, EnvError, Message, Observation
 
@@ -47,11 +50,14 @@ class Conversation:
     tokenizer: tokenizer of the policy.
     tools: JSON schemas of tools that the template shows.
     history: see the module.
+    reader: reads the images of observations; None: images are refused.
+    max_image_tokens: see `EpisodeConfig`.
 
   Attributes:
     messages: the messages so far; empty if observations are ids.
     observed: tokens of the last observation, with what the template prints around it.
       For an observation of ids, the tokens that the prompt grew by.
+    image_tokens: number of soft tokens of all images so far.
   """
 
   def __init__(
@@ -59,7 +65,13 @@ class Conversation:
     tokenizer: TokenizerAdapter,
     tools: Sequence[Mapping[str, Any]] = (),
     history: History = "split",
+    reader: ImageReader | None = None,
+    max_image_tokens: int = 0,
   ):
+    self._reader, self._room = reader, max_image_tokens
+    self._pictures: list[Picture] = []
+    self._images: PromptImages | None = None  # of `_pictures`
+    self.image_tokens = 0
     self._tokenizer, self._tools = tokenizer, list(tools) or None
     self._schemas = dict(map(_schema, tools))
     self._format = format_for(tokenizer.chat_template, self._schemas)
@@ -81,13 +93,49 @@ class Conversation:
     if ids is not None:
       self._ids, self.observed = ids, len(ids) - before
       return list(ids)
-    new = env_lib.messages_of(observation)
+    new = self._opened(env_lib.messages_of(observation))
     try:
       self._ids, self.observed = self._with(new, observation)
     except (ChatTemplateError, TypeError, ValueError) as error:
       raise EnvError(f"the chat template refuses an observation: {error}") from error
     self.messages += new
     return list(self._ids)
+
+  @property
+  def images(self) -> PromptImages | None:
+    """The images of the prompt of the next action; None without images."""
+    if self._images is None and self._reader is not None:
+      self._images = self._reader.prompt(self._pictures, self._room)
+    return self._images
+
+  def _opened(self, new: list[Message]) -> list[Message]:
+    """Opens the images of new messages, which then name them by path or data URI.
+
+    Raises:
+      EnvError: an image cannot be read, or images are refused.
+    """
+    if not any(isinstance(message.get("content"), list) for message in new):
+      return new
+    where = "an observation"
+    try:
+      gathered = image_parts.gathered({"messages": new}, where)["messages"]
+      if not (sources := image_parts.sources(gathered)):
+        return new
+      if self._reader is None:
+        raise EnvError(
+          "an observation has an image and max_image_tokens is 0; expected text. Set "
+          "max_image_tokens (episode.max_image_tokens), and load the model with "
+          "images"
+        )
+      pictures = self._reader.open(sources, None, where)
+    except (ImportError, ValueError) as error:
+      raise EnvError(str(error)) from error
+    for source, picture, part in zip(sources, pictures, _image_parts(gathered)):
+      part["image"] = reference(source, picture.image, None)
+    self._pictures += pictures
+    self._images = None
+    self.image_tokens += sum(picture.num_tokens for picture in pictures)
+    return gathered
 
   def act(self, ids: Sequence[int] | np.ndarray, finish_reason: str) -> Action:
     """Takes the ids that were drawn; returns them as the environment receives them."""
@@ -226,9 +274,17 @@ class Conversation:
   def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
     tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}
     # A fixed date, as in the rows of fine-tuning: tokens do not depend on the day.
-    return self._tokenizer.apply_chat_template(
-      messages, adds_prompt, now=TEMPLATE_DATE, **tools
+    text = self._tokenizer.apply_chat_template(
+      [*map(image_parts.bare, messages)], adds_prompt, now=TEMPLATE_DATE, **tools
     )
+    if self._reader is None:
+      return text
+    count = len(image_parts.sources(messages))
+    return self._reader.expand_text(self._pictures[:count], text)
+
+
+def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:
+  return [part for message in messages for part in image_parts.parts(message)]
 
 
 def _message(piece: Piece, calls: int) -> Message:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunix.generate.tokens import Tokens, chained
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.env.env import Action, Message
 
 
@@ -29,6 +30,7 @@ class Turn:
     reward: reward of the action.
     metrics, logs: values that the environment returned with the answer.
     episode_done: True if the environment ended the episode with this answer.
+    images: images of the prompt; None without images, or if the turn was saved.
   """
 
   tokens: Tokens
@@ -37,6 +39,7 @@ class Turn:
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   episode_done: bool = False
+  images: PromptImages | None = None
 
   @property
   def prompt(self) -> np.ndarray:
@@ -143,6 +146,14 @@ class Episode:
 
     The tokens of a row are the actions and observations after its first prompt.
     """
+    return [chained([_rewarded(turn) for turn in group]) for group in self._groups()]
+
+  def row_images(self) -> list[PromptImages | None]:
+    """Returns the images of each row."""
+    return [group[-1].images for group in self._groups()]
+
+  def _groups(self) -> list[list[Turn]]:
+    """Returns the turns of each row."""
     groups: list[list[Turn]] = []
     seen: list[int] = []
     for turn in self.turns:
@@ -152,7 +163,7 @@ class Episode:
       else:
         groups.append([turn])
       seen = [*prompt, *turn.action]
-    return [chained([_rewarded(turn) for turn in group]) for group in groups]
+    return groups
 
 
 def _rewarded(turn: Turn) -> Tokens:

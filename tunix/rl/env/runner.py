@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunix.data.images import ImageReader
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.generate.tokens import Completion
@@ -44,6 +45,8 @@ class Runner:
     config: limits.
     max_prompt_length: most tokens of the first prompt of an episode.
     max_action_tokens: most tokens of an action.
+    reader: reads the images of observations, see `EpisodeConfig.max_image_tokens`.
+    forbidden: token ids that are never drawn.
 
   Attributes:
     waited_s: seconds of the last batch in which nothing was drawn, because all episodes
@@ -57,8 +60,11 @@ class Runner:
     *,
     max_prompt_length: int,
     max_action_tokens: int,
+    reader: ImageReader | None = None,
+    forbidden: tuple[int, ...] = (),
   ):
     self._tokenizer, self._config = tokenizer, config
+    self._reader, self._forbidden = reader, forbidden
     self._max_prompt, self._max_action = max_prompt_length, max_action_tokens
     self.waited_s = 0.0
 
@@ -201,6 +207,7 @@ class _Batch:
 
   def _draw_of(self, live: Live) -> Draw:
     texts, ids = live.stops
+    assert live.conversation is not None
     return Draw(
       episode=live.number,
       turn=len(live.episode.turns),
@@ -208,6 +215,8 @@ class _Batch:
       max_tokens=self._runner.room(live),
       stops=texts,
       stop_ids=ids,
+      images=live.conversation.images,
+      forbidden=self._runner._forbidden,
     )
 
   def _act(self, number: int, drawn: Completion) -> None:
@@ -217,7 +226,8 @@ class _Batch:
     live.drawn = drawn
     action = live.conversation.act(drawn.ids, drawn.finish_reason)
     tokens = dataclasses.replace(drawn, prompt=live.prompt.ids)
-    live.episode.turns.append(Turn(tokens=tokens, action=action))
+    images = live.conversation.images
+    live.episode.turns.append(Turn(tokens=tokens, action=action, images=images))
     # A copy: an environment may change what it gets, and the turn is trained.
     self._call(("step", live.number), env_lib.take, live.env, action.copied())
 
@@ -266,8 +276,10 @@ class _Batch:
   def _after_first(self, number: int, result: Any) -> None:
     live = self._lives[number]
     tools = getattr(live.env, "tool_schemas", None) or ()
+    runner, config = self._runner, self._config
     live.conversation = Conversation(
-      self._runner._tokenizer, tools, self._config.history
+      *(runner._tokenizer, tools, config.history),
+      *(runner._reader, config.max_image_tokens),
     )
     if hasattr(result, "reward") and not hasattr(result, "next_observation"):
       # tinker-cookbook's InitialObservationOverflow: no prompt, and a reward.
@@ -327,7 +339,8 @@ class _Batch:
     drawn = () if live.drawn is None else live.drawn.ids
     if not live.prompt.follow(drawn, prompt):
       live.row_prompt = len(prompt)
-    too_long = (
+    too_long = live.conversation.image_tokens > self._config.max_image_tokens
+    too_long |= (
       len(prompt) > limit
       if is_first
       else (most is not None and live.conversation.observed > most)

@@ -40,7 +40,8 @@ class EnvEvaluation:
     batch_size: prompts whose episodes run at once.
 
   Raises:
-    ValueError: there are no prompts, or there are several processes.
+    ValueError: there are no prompts, there are several processes, or observations may
+      have images.
   """
 
   def __init__(
@@ -63,6 +64,11 @@ class EnvEvaluation:
       raise ValueError(
         f"there are {processes} processes, whose environments cannot share one engine: "
         "evaluate in environments in a run of one process"
+      )
+    if episodes is not None and episodes.max_image_tokens:
+      raise ValueError(
+        f"max_image_tokens is {episodes.max_image_tokens}, and evaluations of given "
+        "data read text alone; expected 0. Leave it out"
       )
     self._make, self._rollout = make, rollout
     self._tokenizer = tokenizer_adapter.adapted(tokenizer)

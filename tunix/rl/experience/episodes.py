@@ -25,6 +25,7 @@ from tunix.rl.env.runner import Runner
 from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
+from tunix.rl.prompts import images
 from tunix.rl.reward.outcomes import Failed, Outcome, checked
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.client import SamplingClient
@@ -200,6 +201,8 @@ class Episodes:
       self.config,
       max_prompt_length=config.max_prompt_length,
       max_action_tokens=config.max_tokens_to_generate,
+      reader=cluster.images,
+      forbidden=() if cluster.images is None else images.forbidden(cluster.actor),
     )
     return runner.run(makers, group, client), runner.waited_s
 
@@ -216,6 +219,8 @@ class Episodes:
     bucketed = config.training_config.bucketed_lengths
     widths = config.rollout(mode).max_prompt_length, self.config.max_tokens
     options = {"bucketed": bucketed, "has_versions": has_versions}
+    if (reader := self._cluster.images) is not None:
+      options["blank"] = reader.row((), self.config.max_image_tokens)
     return rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)
 
   def close(self) -> None:
@@ -266,6 +271,7 @@ def rollouts_of(
   *,
   bucketed: bool,
   has_versions: bool = False,
+  blank: Any = None,
 ) -> Rollouts:
   """Pads the rows of episodes to arrays.
 
@@ -277,6 +283,7 @@ def rollouts_of(
     max_rows: most rows of an episode; one with more fails.
     bucketed: see `PromptSizes.bucketed_lengths`.
     has_versions: if True, the rollouts have the versions of the drawn tokens.
+    blank: the images of a row without images; None: no row has some.
   """
   rows = [_rows_of(episode, max_rows) for episode in episodes]
   # A power of two, so that few programs are compiled.
@@ -301,8 +308,21 @@ def rollouts_of(
     group_size=group_size,
     episodes=list(episodes),
     episode_rows=each,
+    images=None if blank is None else _images_of(episodes, rows, each, blank),
     **row_arrays.of(placed, width, space),
   )
+
+
+def _images_of(
+  episodes: Sequence[Episode], rows: Sequence[list[Tokens]], count: int, blank: Any
+) -> Any:
+  """Returns the images of the rows of episodes, with `count` rows for each."""
+  pixels = []
+  for episode, own in zip(episodes, rows):
+    seen = episode.row_images() if own else [None]
+    seen += seen[:1] * (count - len(seen))  # added rows have the prompt of the first
+    pixels += [blank if x is None else x.pixels for x in seen]
+  return jax.tree.map(lambda *x: np.stack(x), *pixels)
 
 
 def _rows_of(episode: Episode, most: int) -> list[Tokens]:

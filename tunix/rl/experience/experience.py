@@ -165,8 +165,9 @@ class Experience:
   ) -> Rollouts:
     """Samples the completions of one training prompt, and computes their rewards.
 
-    `scores` holds the total rewards until `shaped` replaces them. Several threads may
-    call this method. Reward functions then run in one thread at a time.
+    `scores` holds the total rewards until `shaped` replaces them, and `images` is None,
+    see `with_images`. Several threads may call this method. Reward functions then run
+    in one thread at a time.
 
     Args:
       batch: the prompt.
@@ -176,7 +177,13 @@ class Experience:
     with phases("rollout"):
       rollouts = self._drawn(batch, client)
     with self._one_at_a_time, phases("rewards"):
-      return self._rewarded(rollouts, is_share=True)
+      rollouts = self._rewarded(rollouts, is_share=True)
+    return dataclasses.replace(rollouts, images=None)
+
+  def with_images(self, rollouts: Rollouts) -> Rollouts:
+    """Reads the images of the prompts of `sample_group`, if they have some."""
+    read = images.read(self._cluster.images, rollouts.batch)
+    return rollouts if read is None else dataclasses.replace(rollouts, images=read.rows)
 
   def _drawn(self, batch: PromptBatch, client: SamplingClient) -> Rollouts:
     """Returns the completions of one prompt, without rewards."""
@@ -185,13 +192,17 @@ class Experience:
     if (source := self._episodes) is not None:
       return source.run(batch, Mode.TRAIN, size, client)
     ids = cluster.ids_of(batch.inputs[0])
-    out = one_turn.completions(cluster.tokenizer, ids, config, size, client)
+    read, reads = images.read(cluster.images, batch), {}
+    if read is not None:
+      reads = {"images": read.prompts[0], "forbidden": images.forbidden(cluster.actor)}
+    out = one_turn.completions(cluster.tokenizer, ids, config, size, client, **reads)
     return common.rollouts_of(
       out,
       batch,
       config,
       group_size=size,
       bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+      images=None if read is None else read.rows,
     )
 
   def shaped(

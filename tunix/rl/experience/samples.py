@@ -154,11 +154,24 @@ def transcript(episode: Episode) -> str:
     head = f"[{role}]"
     if turn is not None and turn.reward:
       head = f"[{role}, reward {turn.reward:g}]"
-    text = str(message.get("content") or "") if turn is None else turn.action.text
+    text = _content(message) if turn is None else turn.action.text
     parts.append(f"{head}\n{text}")
   if episode.failure is not None:
     parts.append(f"[failed]\n{episode.failure}")
   return "\n\n".join(parts)
+
+
+def _content(message: Message) -> str:
+  """Returns the text of a message; an image is its path or the kind of its data."""
+  content = message.get("content") or ""
+  if not isinstance(content, list):
+    return str(content)
+  return "".join(
+    part.get("text", "")
+    if part.get("type") != "image"
+    else f"[image: {image_parts.name(part['image'])}]"
+    for part in content
+  )
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

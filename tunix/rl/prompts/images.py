@@ -12,6 +12,7 @@ from flax import nnx
 
 from tunix.data.images import ImageReader
 from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN
+from tunix.generate.decoders.images import forbidden as forbidden
 from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout
@@ -64,12 +65,14 @@ def read(reader: ImageReader | None, batch: Any) -> BatchImages | None:
   return BatchImages(prompts, jax.tree.map(lambda *x: np.stack(x), *rows))
 
 
-def check_image_support(cluster: Any, *, has_env: bool, reads_hints: bool) -> None:
+def check_image_support(
+  cluster: Any, *, env_room: int | None, reads_hints: bool
+) -> None:
   """Checks a cluster that reads images.
 
   Args:
     cluster: the models and their settings.
-    has_env: True if environments make the prompts.
+    env_room: `EpisodeConfig.max_image_tokens`; None without environments.
     reads_hints: True if a teacher reads the prompts with a hint.
 
   Raises:
@@ -79,9 +82,17 @@ def check_image_support(cluster: Any, *, has_env: bool, reads_hints: bool) -> No
   engine, ours = type(cluster.rollout), (VanillaRollout, PaddedRollout)
   replays = cluster.cluster_config.rollout(Mode.TRAIN).replay_routes
   for is_set, what, remedy in (
-    (has_env, "env is set", "Leave env out"),
+    (
+      env_room == 0,
+      "env is set, max_image_tokens is 0",
+      "Set max_image_tokens of the episodes (episode.max_image_tokens)",
+    ),
+    (
+      env_room is not None and schedule == "greedy",
+      "env is set, schedule is 'greedy'",
+      "Set schedule to sync or lagged",
+    ),
     (reads_hints, "the algorithm is SDPO", "Use another algorithm"),
-    (schedule == "greedy", "schedule is 'greedy'", "Set schedule to sync or lagged"),
     (
       engine not in ours,
       f"rollout_engine is {engine.__name__}",

@@ -225,12 +225,14 @@ class BaseRollout(abc.ABC):
     mesh: the mesh that is current in the thread that samples, if this process samples
       its share of a batch alone, on its own devices or hosts; None: all processes
       sample together.
+    reads_images: True if prompts may have images; `RLCluster` sets it.
   """
 
   version: Any = None
   sampler: str | None = None
   engine_count: int = 1
   mesh: Mesh | None = None
+  reads_images: bool = False
   _waited_s = 0.0
 
   @classmethod

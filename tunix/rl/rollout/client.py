@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from tunix.generate.tokens import Completion
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.weights.placement import Weights
 
 Group = tuple[int, int]  # number of the batch, number of the prompt in it
@@ -32,6 +33,8 @@ class Draw:
     number: in a `Stream`, number of the action; None: `episode` is its number.
     group: in a `Stream`, numbers of the batch and of the prompt.
     key: in a `Stream`, random key of the batch.
+    images: images of the prompt, or None.
+    forbidden: token ids that are never drawn.
   """
 
   episode: int
@@ -43,11 +46,18 @@ class Draw:
   number: int | None = None
   group: Group | None = None
   key: jax.Array | None = None
+  images: PromptImages | None = None
+  forbidden: tuple[int, ...] = ()
 
   @property
   def id(self) -> int:
     """Number of the drawn action: `number`, or `episode` if `number` is None."""
     return self.episode if self.number is None else self.number
+
+  @property
+  def digests(self) -> tuple[bytes, ...]:
+    """Digests of the images; empty without images."""
+    return () if self.images is None else self.images.digests
 
 
 class ClientLost(RuntimeError):
@@ -131,4 +141,5 @@ def _are_alike(a: Draw, b: Draw) -> bool:
     b.episode == a.episode + 1
     and rules(a) == rules(b)
     and np.array_equal(a.prompt, b.prompt)
+    and a.digests == b.digests
   )

@@ -68,7 +68,9 @@ class EngineClient:
         first_row=self._start + first.episode,
         stop_ids=tuple(dict.fromkeys((*ends, *first.stop_ids))),
         stop_strings=(*c.stops, *first.stops),
+        logit_bias=dict.fromkeys(first.forbidden, -np.inf),
         logprobs=True,
+        images=first.images,
       )
       ticket = self._engine.submit(request, streams=False)
       self._open[ticket] = [[] for _ in group]
@@ -184,6 +186,9 @@ class BatchClient:
     ends = c.eos_tokens
     if stop_ids:
       ends = [*(ends or [self._rollout.eos_id()]), *stop_ids]
+    # Prompts without images are given, too: no row of the call draws a soft token.
+    rows = [group[0] for group in groups] if is_plain else draws
+    reads = {"images": [x.images for x in rows]} if draws[0].forbidden else {}
     out = self._rollout.generate(
       prompts,
       dataclasses.replace(
@@ -197,6 +202,7 @@ class BatchClient:
       num_generations=size,
       seed=key,
       first_prompt=first,
+      **reads,
     )
     return [
       dataclasses.replace(_cut(row, draw.max_tokens), number=draw.episode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ def completions(
   config: RolloutConfig,
   count: int,
   client: SamplingClient,
+  **reads: Any,
 ) -> RolloutOutput:
   """Returns `count` completions of one prompt, with the version of each token.
 
@@ -28,6 +30,7 @@ def completions(
     config: limits.
     count: number of completions.
     client: draws them; it gives versions.
+    **reads: `Draw.images` and `Draw.forbidden`.
 
   Raises:
     ValueError: the prompt is longer than `max_prompt_length`.
@@ -40,7 +43,10 @@ def completions(
     )
   most = config.max_tokens_to_generate
   client.submit(
-    [Draw(episode=i, turn=0, prompt=prompt, max_tokens=most) for i in range(count)]
+    [
+      Draw(episode=i, turn=0, prompt=prompt, max_tokens=most, **reads)
+      for i in range(count)
+    ]
   )
   by_row: dict[int, Completion] = {}
   while client.open:

@@ -100,7 +100,9 @@ class VanillaRollout(SamplerRollout):
   ) -> contextlib.AbstractContextManager[Engine | None]:
     if isinstance(self._sampler, EngineSampler):
       records = self._arguments[2].replay_routes
-      return self._sampler.session(rows, max_tokens, record_routes=records)
+      return self._sampler.session(
+        rows, max_tokens, record_routes=records, images=self.reads_images
+      )
     return super().session(rows, max_tokens)
 
   def separate_engine(self, rows: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
@@ -115,7 +117,9 @@ class VanillaRollout(SamplerRollout):
     """
     self.check_stream()
     records = self._arguments[2].replay_routes
-    return self._sampler.separate_engine(rows, max_tokens, record_routes=records)
+    return self._sampler.separate_engine(
+      rows, max_tokens, record_routes=records, images=self.reads_images
+    )
 
   def sampling_stream(self, config: RolloutConfig, rows: int, limit: int) -> Stream:
     return EngineStream(*self.separate_engine(rows, limit), config)

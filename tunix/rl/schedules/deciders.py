@@ -33,7 +33,9 @@ def named(group: Group, episode: int | None = None) -> str:
 def digest_of_draw(draw: Draw) -> str:
   """Returns a digest of an action before it is drawn: of what a model reads."""
   stops = [list(draw.stops), list(draw.stop_ids)]
-  return digest_of([draw.prompt.tolist(), draw.max_tokens, stops])
+  images = [digest.hex() for digest in draw.digests]
+  read = [draw.prompt.tolist(), draw.max_tokens, stops]
+  return digest_of([*read, images] if images else read)
 
 
 class Live:

@@ -170,7 +170,9 @@ class Greedy(Ahead):
   def _result(self, job: Job) -> Rollouts:
     self._note_timings(job)
     measured = self._experience.measured
-    return self._experience.shaped(job.whole, self._shape_rewards, measured)
+    # Groups are kept without their pixels, which are read from the files again.
+    rollouts = self._experience.with_images(job.whole)
+    return self._experience.shaped(rollouts, self._shape_rewards, measured)
 
   @property
   def _has_others(self) -> bool:

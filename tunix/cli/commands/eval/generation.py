@@ -14,7 +14,12 @@ from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
 from tunix.data.batching.prompts import PROMPTS, PromptText
 from tunix.data.reading import files
-from tunix.data.records import PROMPT_IDS_COLUMN, PROMPT_ROWS
+from tunix.data.records import (
+  IMAGE_TOKENS_COLUMN,
+  IMAGES_COLUMN,
+  PROMPT_IDS_COLUMN,
+  PROMPT_ROWS,
+)
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.generate.engine_sampler import sampler_of
@@ -80,13 +85,16 @@ def evaluate(
     layout=PromptText(),
     chat=task.chat,
     template_kwargs=task.template_args,
+    images=task.images,
   )
   elements: dict[int, dict[str, Any]] = {}
   scan(source, kept=elements)
   rows = list(elements.values())
   prompts = [row[PROMPTS] for row in rows]
   inputs = [row.pop(PROMPT_IDS_COLUMN, row[PROMPTS]) for row in rows]
-  text, tokens, reasons = _sample(task, inputs, options)
+  room = max(row.pop(IMAGE_TOKENS_COLUMN, 0) for row in rows)
+  sources = [row[IMAGES_COLUMN] for row in rows] if room else []
+  text, tokens, reasons = _sample(task, inputs, sources, room, options)
   size = len(text) // len(rows)
   scored = None
   if rewards is not None:
@@ -117,20 +125,39 @@ def evaluate(
 
 
 def _sample(
-  task: Task, prompts: Sequence[Any], options: dict[str, Any]
+  task: Task,
+  prompts: Sequence[Any],
+  sources: Sequence[Sequence[str]],
+  room: int,
+  options: dict[str, Any],
 ) -> tuple[list[str], list[int], list[str]]:
-  """Returns texts, numbers of tokens and finish reasons of all completions."""
+  """Returns texts, numbers of tokens and finish reasons of all completions.
+
+  Args:
+    task: the model.
+    prompts: texts or token ids.
+    sources: images of each prompt; empty without images.
+    room: most image tokens of a prompt.
+    options: options of the sampler.
+  """
   sampler = sampler_of(task.model, task.tokenizer, frozen=True)
   batch_size = task.batch_size
+
+  def images(number: int) -> Any:
+    reader = task.images
+    assert reader is not None
+    pictures = reader.open(sources[number], None, f"prompt {number}")
+    return reader.prompt(pictures, room)
 
   def answers(starts: Sequence[int]) -> list[Any]:
     drawn = []
     for start in starts:
-      out = sampler(
-        list(prompts[start : start + batch_size]),
-        first_prompt=start,  # samples do not depend on the size of a batch
-        **options,
-      )
+      part = list(prompts[start : start + batch_size])
+      seen = {}
+      if sources:
+        seen["images"] = [images(start + i) for i in range(len(part))]
+      # Samples do not depend on the size of a batch.
+      out = sampler(part, first_prompt=start, **seen, **options)
       counts = [len(row) for row in out.tokens]
       drawn.append(list(zip(out.text, counts, out.finish_reasons)))
     return drawn

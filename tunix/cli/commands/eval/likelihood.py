@@ -12,7 +12,7 @@ from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import chat as chats
 from tunix.data.chat import Rendered
-from tunix.data.reading import files
+from tunix.data.reading import files, stored
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import terminal
@@ -30,7 +30,7 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
   """
   tokenizer, records = task.tokenizer, files.open_file(task.path)
   records.validate()
-  examples, cut = [], 0
+  examples, rows, cut = [], [], 0
   for index in range(len(records)):
     example = chats.render(
       records[index],
@@ -38,6 +38,8 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
       where=records.where(index),
       chat=task.chat,
       template_kwargs=task.template_args,
+      images=task.images,
+      folder=stored.folder(records, index),
     )
     fitted = example
     if max_length is not None:
@@ -45,7 +47,9 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
     assert fitted is not None
     cut += fitted is not example
     examples.append(fitted)
-  rows = [Row(e.tokens[:1], e.tokens[1:], e.mask[1:]) for e in examples]
+    ids, mask = fitted.tokens, fitted.mask
+    images = task.images_of(example, ids, records.where(index))
+    rows.append(Row(ids[:1], ids[1:], mask[1:], images))
   logps = scores.score(task.model, scores.logps_of_rows, rows, task.batch_size)
   tokens = np.asarray([int(row.mask.sum()) for row in rows])
   return Section(

@@ -18,8 +18,9 @@ from tunix.cli.make import fingerprints, loading, model_folders, rewards
 from tunix.cli.run import folder as run_folder, processes as several
 from tunix.cli.settings import options
 from tunix.cli.settings.run import DistributedSettings
+from tunix.data import image_parts
 from tunix.data.reading import files
-from tunix.data.records import PROMPT_ROWS
+from tunix.data.records import IMAGES_COLUMN, PROMPT_ROWS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.adapters import files as adapter_files
 from tunix.models.transformer.model import Transformer
@@ -55,6 +56,8 @@ class EvalOptions(Samples, ModelOptions):
     show: records on the page.
     chat: whether text prompts become user turns; auto: if there is a chat template.
     template_args: further variables of the chat template.
+    images: loads the vision tower; null: see docs/guides/images.md. Without it, records
+      with images are refused.
     reference: pairs: subtracts the log-probabilities of this model.
     per_token: pairs: divides log-probabilities by the length.
     reward: prompts: exact_match, pkg.mod:fn, /path/file.py:fn, as in reward.functions.
@@ -74,6 +77,7 @@ class EvalOptions(Samples, ModelOptions):
   show: int = 64
   chat: Literal["auto", "yes", "no"] = "auto"
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  images: bool | None = None
   reference: str | None = setting(None, path="read")
   per_token: bool = False
   reward: tuple[str, ...] = ()
@@ -140,11 +144,16 @@ def main(argv: Sequence[str]) -> None:
       records = files.open_file(args.prompts, PROMPT_ROWS)
       records.validate()
       first = PROMPT_ROWS.read(records[0], records.where(0))
-      rewards.check_columns(manager, list(first.extra))
+      columns = dict.fromkeys(first.extra)
+      reads_images = model_folders.image_reader(args.model, args.images) is not None
+      # Without a reader the scan refuses the image, and says why.
+      if reads_images or image_parts.sources(first.prompt):
+        columns[IMAGES_COLUMN] = None
+      rewards.check_columns(manager, list(columns))
     tokenizer = model_folders.load_tokenizer(
       args.model, args.adapter, args.tokenizer, name="MODEL"
     )
-    model = model_folders.load_model(args.model, args.adapter, args.dtype)
+    model = model_folders.load_model(args.model, args.adapter, args.dtype, args.images)
     loading.check_vocabulary(model, tokenizer)
     _check_model(args, model)
     sections = _evaluate(args, model, tokenizer, manager, ks)
@@ -176,6 +185,7 @@ def _evaluate(
       chat={"auto": None, "yes": True, "no": False}[args.chat],
       template_args=args.template_args,
       shown=args.show,
+      images=model_folders.image_reader(args.model, args.images),
     )
 
   sections = []
@@ -184,7 +194,9 @@ def _evaluate(
   if args.pairs is not None:
     reference = None
     if args.reference is not None:
-      reference = model_folders.load_model(args.reference, dtype=args.dtype)
+      reference = model_folders.load_model(
+        args.reference, dtype=args.dtype, images=args.images
+      )
     sections.append(
       pairs.evaluate(
         task(args.pairs),

@@ -11,10 +11,11 @@ from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import render
 from tunix.data.chat import Rendered
-from tunix.data.reading import files
+from tunix.data.reading import files, stored
 from tunix.data.reading.stored import Records
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
+from tunix.models.images.prompt_images import PromptImages
 from tunix.models.transformer.model import Transformer
 from tunix.utils import terminal
 
@@ -55,11 +56,15 @@ def evaluate(
     )
   records = files.open_file(path, PAIRS)
   records.validate()
-  read, cut = _read(records, task, max_length)
+  read, images, cut = _read(records, task, max_length)
   used = [i for i, pair in enumerate(read) if not render.are_equal(pair)]
   if not used:
     raise ValueError(f"{path} has only pairs of equal responses; expected others")
-  rows = [Row(a.prompt, r, m) for a in read for r, m in zip(a.completions, a.masks)]
+  rows = [
+    Row(pair.prompt, response, mask, seen)
+    for pair, seen in zip(read, images)
+    for response, mask in zip(pair.completions, pair.masks)
+  ]
   of = scores.rewards_of_rows if is_reward else scores.logps_of_rows
   values = scores.score(model, of, rows, task.batch_size).astype(np.float64)
   if reference is not None:
@@ -105,9 +110,9 @@ def metrics(table: np.ndarray, what: str) -> list[Metric]:
 
 def _read(
   records: Records, task: Task, max_length: int | None
-) -> tuple[list[Rendered], int]:
-  """Returns the pairs, cut to the limit, and the number of pairs that were cut."""
-  pairs, cut = [], 0
+) -> tuple[list[Rendered], list[PromptImages | None], int]:
+  """Returns the pairs, cut to the limit, their images, and the number of cut pairs."""
+  pairs, images, cut = [], [], 0
   for index in range(len(records)):
     full = render.render_record(
       records[index],
@@ -116,6 +121,8 @@ def _read(
       where=records.where(index),
       chat=task.chat,
       template_kwargs=task.template_args,
+      images=task.images,
+      folder=stored.folder(records, index),
     )
     fitted = full
     if max_length is not None:
@@ -129,7 +136,8 @@ def _read(
     assert fitted is not None
     cut += fitted is not full
     pairs.append(fitted)
-  return pairs, cut
+    images.append(task.images_of(full, fitted.prompt, records.where(index)))
+  return pairs, images, cut
 
 
 def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:

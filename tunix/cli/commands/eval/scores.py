@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tunix.data.chat import Rendered
+from tunix.data.images import ImageReader
 from tunix.generate import scoring
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.images import prompt_images
+from tunix.models.images.prompt_images import PromptImages
 from tunix.models.transformer.model import Transformer
 from tunix.sft import inference
 from tunix.sft.inference import Score
@@ -37,6 +41,7 @@ class Task:
     batch_size: number of rows of a batch.
     chat, template_args: see `tunix.data.chat.render`.
     shown: number of records on the page.
+    images: reads the images of records; None refuses records with images.
   """
 
   model: Transformer
@@ -46,6 +51,28 @@ class Task:
   chat: bool | None
   template_args: dict[str, Any]
   shown: int
+  images: ImageReader | None = None
+
+  def images_of(
+    self, rendered: Rendered, tokens: np.ndarray, where: str
+  ) -> PromptImages | None:
+    """Returns the images of a record; None without images.
+
+    Args:
+      rendered: the record.
+      tokens: token ids of its row, perhaps cut.
+      where: place of the record.
+
+    Raises:
+      ValueError: the row is cut within an image; begins with `where`.
+    """
+    if self.images is None or not rendered.pictures:
+      return None
+    try:
+      self.images.check(tokens, rendered.pictures)
+    except ValueError as error:
+      raise ValueError(f"{where}: {error}") from error
+    return self.images.prompt(rendered.pictures)
 
 
 class Row(NamedTuple):
@@ -55,11 +82,13 @@ class Row(NamedTuple):
     prompt: [P], at least one token.
     completion: [R].
     mask: [R], 1 on scored tokens.
+    images: images of the row, or None.
   """
 
   prompt: np.ndarray
   completion: np.ndarray
   mask: np.ndarray
+  images: PromptImages | None = None
 
 
 def score(
@@ -67,7 +96,8 @@ def score(
 ) -> np.ndarray:
   """Returns a score of every row, float32 [rows].
 
-  Rows of similar lengths share a batch, padded to powers of two. Several processes
+  Rows of similar lengths, with as much room for images, share a batch, padded to powers
+  of two. Several processes
   share the batches. A batch has the same rows and scores as in a single process.
 
   Args:
@@ -80,10 +110,11 @@ def score(
   alike = collections.defaultdict(list)
   for index, row in enumerate(rows):
     widths = (len(row.prompt), max(1, len(row.completion)))
-    alike[tuple(batching.bucket(w, _SHORTEST) for w in widths)].append(index)
+    sizes = (batching.bucket(w, _SHORTEST) for w in widths)
+    alike[(*sizes, _room(row.images))].append(index)
   batches = [
-    (widths, indices[start : start + batch_size])
-    for widths, indices in sorted(alike.items())
+    (key[:2], indices[start : start + batch_size])
+    for key, indices in sorted(alike.items())
     for start in range(0, len(indices), batch_size)
   ]
 
@@ -110,7 +141,12 @@ def _stacked(rows: Sequence[Row], prompt: int, completion: int) -> dict[str, Any
     "prompt_mask": mask,
     "completion_ids": right([row.completion for row in rows], completion, np.int32),
     "completion_mask": right([row.mask for row in rows], completion, np.bool_),
+    "images": prompt_images.stacked([row.images for row in rows]),
   }
+
+
+def _room(images: PromptImages | None) -> int:
+  return 0 if images is None else len(jax.tree.leaves(images.pixels)[0])
 
 
 def logps_of_rows(model: nnx.Module, **rows: Any) -> jax.Array:

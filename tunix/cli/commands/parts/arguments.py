@@ -144,6 +144,7 @@ class Sampling:
   def options(self) -> dict[str, Any]:
     """The options that are set, by their names in `SamplingOptions`."""
     values = shared_values(SamplingOptions, self)
+    values.pop("images", None)  # of a command: whether the model has its tower
     return {name: x for name, x in values.items() if x is not None}
 
 

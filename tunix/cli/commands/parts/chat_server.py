@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
+import pathlib
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
@@ -9,7 +12,7 @@ from tunix.generate.external.http import Client, Refused
 from tunix.generate.external.rows import EngineError
 from tunix.utils import env
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 # Seconds without a part of a reply; a full server lets requests wait.
 _REPLY = 600.0
@@ -32,6 +35,17 @@ class Part(NamedTuple):
 
   text: str
   is_content: bool = True
+
+
+def image_part(file: str) -> dict[str, Any]:
+  """Returns an image as a part of a message, which holds the bytes of its file.
+
+  Raises:
+    OSError: the file cannot be read.
+  """
+  data = base64.b64encode(pathlib.Path(file).expanduser().read_bytes()).decode()
+  kind = mimetypes.guess_type(file)[0] or "image/png"
+  return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 class ChatServer:

@@ -1,10 +1,13 @@
-"""Images of the option `--image`, which stand before the text of each prompt."""
+"""Images of the option `--image`, before the text of each prompt, and of a chat."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tunix.cli.make import model_folders
+from tunix.data import image_parts
+from tunix.data.images import ImageReader
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.images.prompt_images import PromptImages
 
@@ -37,3 +40,32 @@ def prompts_with_images(
     rendered = tokenizer.apply_chat_template(turn)
     out.append(tokenizer.encode(reader.expand_text(pictures, rendered)))
   return out, [reader.prompt(pictures)] * len(texts)
+
+
+def conversation(
+  reader: ImageReader | None,
+  messages: Sequence[Mapping[str, Any]],
+  tokenizer: TokenizerAdapter,
+) -> tuple[list[int], PromptImages | None]:
+  """Returns the ids of a conversation, and its images.
+
+  Args:
+    reader: reader of the images; None: the model reads text alone.
+    messages: messages, which may have parts {"type": "image", "image": file}.
+    tokenizer: a tokenizer with a chat template.
+
+  Raises:
+    ValueError: an image cannot be read, or the model reads text alone.
+  """
+  sources = image_parts.sources(messages)
+  if not sources:
+    return tokenizer.apply_chat_template(messages, tokenize=True), None
+  if reader is None:
+    raise ValueError(
+      "the model reads text alone; expected one with a vision tower. Give "
+      "--images if its folder has one (docs/guides/images.md lists the families)"
+    )
+  pictures = reader.open(sources, None, "the conversation")
+  rendered = tokenizer.apply_chat_template([*map(image_parts.bare, messages)])
+  ids = tokenizer.encode(reader.expand_text(pictures, rendered))
+  return ids, reader.prompt(pictures)
