@@ -145,6 +145,30 @@ def test_killed_runs_of_the_command_resume_exactly(
 
 
 @pytest.mark.slow
+def test_killed_runs_with_images_resume_exactly(inputs, tmp_path):
+  records = toys_images.write_records(tmp_path, count=64)
+  keys = inputs | {
+    "model__path": toys_images.folder("smolvlm", tmp_path / "model"),
+    "data__train": records,
+    "data__eval": records,
+    "data__max_length": 96,
+    "lora__rank": 4,
+    "lora__targets": "[all-linear, vision_tower]",
+  }
+
+  def command(folder):
+    argv = runs.arguments(**keys, output_dir=folder)
+    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
+
+  drill = drills.KillDrill(
+    command=command,
+    resumed=r"resuming after step (\d+)",
+    files=("logs/metrics.jsonl", "export/adapter_model.safetensors"),
+  )
+  drill.check(tmp_path, random_kills=9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("job", "images", "kills"),
   [("grpo", False, 2), ("ppo", False, 2), ("grpo", True, 4)],

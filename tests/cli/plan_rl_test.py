@@ -63,6 +63,12 @@ def test_engines_of_processes_are_not_planned():
     plan_main.plan(config, "cpu:8", MESH)
 
 
+def test_images_of_environments_are_not_planned():
+  words = ("--env=a.py:Env", "--episode.max_image_tokens=8")
+  with pytest.raises(ValueError, match="max_image_tokens is 8, and plans of grpo"):
+    plan_main.plan(config_lib.load([*GRPO, *words]), "cpu:8", MESH)
+
+
 @pytest.fixture(scope="module")
 def made():
   return plan_main.plan(config_lib.load(GRPO), "cpu:8", MESH)

@@ -175,6 +175,12 @@ def _plan(
     run_folder.check_writable("--ship", pathlib.Path(ship))
   key = None if ship_key is None else shipped.signing_key(ship_key, ship)
   job = JOBS[config.job]
+  room = getattr(getattr(config, "episode", None), "max_image_tokens", 0)
+  if room:
+    raise ValueError(
+      f"episode.max_image_tokens is {room}, and plans of {config.job} have no images; "
+      "expected 0. Leave it out: the plan is then that of the run without images"
+    )
   where = topology_lib.find(topology)
   devices, sampling = mesh_axes.divided(config.rollout_axes, where.devices)
   if sampling is not None and ship is not None:
