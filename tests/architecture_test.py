@@ -85,7 +85,7 @@ HEAVY = {
   "wandb": {"sft/metrics/backends.py"},
   "huggingface_hub": {"models/hub.py"},
   "transformers": set(),
-  "torch": set(),
+  "torch": set(),  # by utils.optional, see generate/external/gpu_handles.py
   "tokenizers": {
     "generate/tokenizer/loading.py",
     "examples/quickstart/task.py",

@@ -7,20 +7,26 @@ request, with token ids in both directions; the server batches the requests.
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.drawing.options import SamplingOptions
-from tunix.generate.external import rows as engine_rows
+from tunix.generate.external import gpu_handles, rows as engine_rows
 from tunix.generate.external.http import Client, Refused
 from tunix.generate.external.rows import EngineError, LogprobKind
 from tunix.generate.tokens import Completion
+from tunix.models import families, safetensors_saver
+from tunix.models.adapters import lora_modules
+from tunix.models.adapters.lora_modules import CastError
 from tunix.models.transformer.model import Transformer
+
+_log = logging.getLogger(__name__)
 
 
 class VllmSampler(BaseSampler):
@@ -40,6 +46,7 @@ class VllmSampler(BaseSampler):
     logprob_kind: LogprobKind | None = None,
     timeout_s: float = 600.0,
     weights_dir: str | os.PathLike[str] | None = None,
+    weights: Literal["disk", "ipc"] = "disk",
   ):
     """Connects to the server and reads the name of its model.
 
@@ -53,15 +60,23 @@ class VllmSampler(BaseSampler):
       timeout_s: longest time to wait for an answer, in seconds.
       weights_dir: folder for the weights of `update_weights`; the server must see the
         same folder. None: the system's temporary folder.
+      weights: way of the weights of `update_weights`. "disk": by that folder. "ipc": in
+        the memory of the GPUs, which the server must share with this process
+        (docs/guides/engines.md).
 
     Raises:
       EngineError: no server answers.
+      ImportError: `weights` is "ipc" and torch is not installed.
       ValueError: the server has no model of that name, or has several and `model` is
-        None, or does not report its kind of log-probs.
+        None, or does not report its kind of log-probs; or `weights` is unknown, or
+        "ipc" without a GPU.
     """
     super().__init__(tokenizer)
     self._client = Client(url, timeout_s)
+    if weights not in ("disk", "ipc"):
+      raise ValueError(f"weights is {weights!r}; expected 'disk' or 'ipc'")
     self._weights_dir = weights_dir
+    self._torch = gpu_handles.torch_on_gpus() if weights == "ipc" else None
     self.model = self._served(model)
     self.logprob_kind: LogprobKind = logprob_kind or self._kind()
 
@@ -110,24 +125,53 @@ class VllmSampler(BaseSampler):
       ValueError: the server is not in development mode.
       EngineError: loading failed, which vLLM does not survive.
     """
-    with engine_rows.weights_folder(source, self._weights_dir) as folder:
-      self._load(folder)
+    if self._torch is not None and isinstance(source, Transformer):
+      self._hand_over(source)
+    else:
+      with engine_rows.weights_folder(source, self._weights_dir) as folder:
+        self._load(folder)
+    self._forget_prefixes()
 
   def _load(self, folder: pathlib.Path) -> None:
     # vLLM treats a missing folder as the name of a model on the hub, and then exits.
     if not any(folder.glob("*.safetensors")):
       raise FileNotFoundError(f"{folder} holds no safetensors: give a model's folder")
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    self._control("/collective_rpc", call)
+
+  def _hand_over(self, model: Transformer) -> None:
+    """Gives the server the weights of a model part by part, in the GPUs' memory."""
+    errors: list[CastError] = []
+    family = families.of_config(model.config)
+    tensors = safetensors_saver.new_tensors(model, family, None, errors)
+    self._control("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+    self._control("/start_weight_update")
+    for part in gpu_handles.parts(tensors, self._torch):
+      self._control("/update_weights", {"update_info": part})
+    self._control("/finish_weight_update")
+    self._torch.cuda.ipc_collect()
+    lora_modules.report_errors(errors, None, _log)
+
+  def _control(self, path: str, body: object = None) -> Any:
+    """Calls one of the paths that the server may not have.
+
+    Raises:
+      ValueError: it has not.
+    """
     try:
-      self._client.ask("POST", "/collective_rpc", call)
-      # The prefix cache holds keys and values of the old weights.
-      cleared = self._client.ask("POST", "/reset_prefix_cache")
+      return self._client.ask("POST", path, body)
     except Refused as error:
-      if error.status != 404:  # Only development mode has these two paths.
+      if error.status != 404:
         raise
+      ipc = ' --weight-transfer-config \'{"backend": "ipc"}\''
       raise ValueError(
-        f"{self._client.url} cannot load weights. Start it with VLLM_SERVER_DEV_MODE=1"
+        f"{self._client.url} has no {path}, and cannot take weights. Start it with "
+        f"VLLM_SERVER_DEV_MODE=1{'' if self._torch is None else ' and' + ipc}"
       ) from error
+
+  def _forget_prefixes(self) -> None:
+    # The prefix cache holds keys and values of the old weights.
+    cleared = self._control("/reset_prefix_cache")
     if not (isinstance(cleared, dict) and cleared.get("success", True)):
       raise EngineError(
         f"{self._client.url} has new weights, but its prefix cache still has keys and "

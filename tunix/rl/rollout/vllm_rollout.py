@@ -10,7 +10,7 @@ from tunix.generate.vllm_sampler import VllmSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
-_OPTIONAL = ("model", "logprob_kind", "timeout_s", "weights_dir", "request")
+_OPTIONAL = ("model", "logprob_kind", "timeout_s", "weights_dir", "weights", "request")
 
 
 class VllmRollout(EngineRollout):
@@ -21,8 +21,8 @@ class VllmRollout(EngineRollout):
     tokenizer: tokenizer of the model.
     rollout_config: its `engine_options` must have "url", the address of a running
       server (docs/guides/engines.md shows how to start one). They may have "model",
-      "logprob_kind", "timeout_s" and "weights_dir" (see VllmSampler), and "request":
-      further fields of each request, such as {"structured_outputs": {...}}.
+      "logprob_kind", "timeout_s", "weights_dir" and "weights" (see VllmSampler), and
+      "request": further fields of each request, such as {"structured_outputs": {...}}.
 
   Raises:
     ValueError: "url" is missing, or an option is unknown.
