@@ -76,7 +76,7 @@ class VllmSampler(BaseSampler):
     if weights not in ("disk", "ipc"):
       raise ValueError(f"weights is {weights!r}; expected 'disk' or 'ipc'")
     self._weights_dir = weights_dir
-    self._torch = gpu_handles.torch_on_gpus() if weights == "ipc" else None
+    self._torch: Any = gpu_handles.torch_on_gpus() if weights == "ipc" else None
     self.model = self._served(model)
     self.logprob_kind: LogprobKind = logprob_kind or self._kind()
 
