@@ -1,5 +1,5 @@
 """The contract with SGLang-JAX's HTTP interface, after the source of 0.0.1.post1. The
-engine itself was never asked."""
+engine itself was asked once, see docs/guides/engines.md."""
 
 import numpy as np
 import pytest
