@@ -72,6 +72,18 @@ _TABLE = """\
 """
 
 
+# Of `python -m benchmarks.image_plans`, which takes half an hour.
+_IMAGES = """\
+## With images
+
+Two recipes with their vision towers and with images in every row. Rows with images are not packed. The FLOPs
+behind the times are those of the text model. `python -m benchmarks.image_plans` planned them (2026-11-29, jax
+0.10.2, libtpu 0.0.42.1):
+
+| recipe | chips | image tokens of a row | peak of a device | step at least |
+| --- | --- | --- | --- | --- |
+| gemma4_e4b_sft_lora | v5e:2x4 | 560 (two pictures) | 7.52 of 15.75 GiB | 1.57 s |
+| qwen3p5_27b_sft_lora | v5e:4x4 | 1,024 (one of 1024 x 1024) | 12.70 of 15.75 GiB | 3.95 s |"""
 _GPU_HEAD = """\
 ## On NVIDIA GPUs
 
@@ -150,7 +162,8 @@ def page(files: dict[str, pathlib.Path], figures: dict[str, Any]) -> str:
     about = re.sub(r"\n?# ", " ", file.read_text().partition("\n#\n")[0]).strip()
     notes.append(f"- `{name}`: {about}")
   on_gpus = f"{_GPU_HEAD}{_TABLE}" + "\n".join(gpus)
-  parts = ["\n".join(lines), "\n".join(notes), on_gpus, "; ".join(sorted(made))]
+  parts = ["\n".join(lines), "\n".join(notes), _IMAGES, on_gpus]
+  parts.append("; ".join(sorted(made)))
   return f"{_HEAD}{_TABLE}" + "\n\n".join(parts) + ".\n"
 
 
