@@ -90,11 +90,11 @@ def test_evaluations_see_the_images(folder, tmp_path, capsys):
   questions = [{"prompt": row["messages"][:1], "answer": "7"} for row in rows]
   prompts = data.with_name("prompts.jsonl")
   prompts.write_text("".join(json.dumps(row) + "\n" for row in questions))
-  (tmp_path / "fns.py").write_text(
+  (tmp_path / "seen_images.py").write_text(
     "def seen(completions, images):\n  return [float(len(x)) for x in images]\n"
   )
   words = ["eval", folder, "--data", data, "--prompts", prompts, "--dtype=float32"]
-  words += ["--reward", f"{tmp_path / 'fns.py'}:seen", "--max_new_tokens", 4]
+  words += ["--reward", f"{tmp_path / 'seen_images.py'}:seen", "--max_new_tokens", 4]
   assert runs.tunix(*words, "--out", tmp_path / "out") == 0
   nats = metrics(tmp_path / "out", 0)["nats per token"]
   np.testing.assert_allclose(nats, float(loss.total / loss.weight), rtol=1e-5)
@@ -135,7 +135,17 @@ def test_a_chat_about_an_image(folder, tmp_path, monkeypatch, capsys):
   assert chat(monkeypatch, said, "--model", folder) == 0
   out = capsys.readouterr()
   assert out.out.split("\n")[0] == want and out.out.count("\n") == 2
-  assert "no.png" in out.err and "give an image file" in out.err
+  assert "no.png" in out.err and "no image was added" in out.err
+  (tmp_path / "bad.png").write_text("no picture")
+  said = f"/image {tmp_path / 'bad.png'}\n/image\n/image a\0b\n/imagery?\n"
+  assert chat(monkeypatch, said, "--model", folder) == 0
+  bad = capsys.readouterr()
+  assert "bad.png is damaged" in bad.err or "bad.png" in bad.err
+  assert bad.err.count("no image was added") == 3 and "/image FILE" in bad.err
+  assert bad.out.count("\n") == 1  # /imagery? is a turn
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert chat(monkeypatch, "/image ~/a.png\nwhat is it?\n", "--model", folder) == 0
+  assert capsys.readouterr().out == want + "\n"
   # The image of the first turn belongs to the conversation until it is reset.
   said = f"/image {picture}\n/reset\nwhat is it?\n"
   assert chat(monkeypatch, said, "--model", folder) == 0

@@ -170,6 +170,11 @@ def test_the_student_writes_about_images_and_the_teacher_sees_them(name, tmp_pat
     np.testing.assert_allclose(many[path], leaf, rtol=0, atol=1e-6, err_msg=path)
   dark = jax.tree.map(lambda x: -x if x.dtype == np.float32 else x, batch["images"])
   assert abs(step({**batch, "images": dark})[0] - whole) > 1e-4
+  short = {**batch, "images": jax.tree.map(lambda x: x[:3], batch["images"])}
+  with pytest.raises(ValueError, match=r"images have \[3\] rows; expected 4"):
+    step(short)
+  with pytest.raises(ValueError, match='and the batch no "images"; add them'):
+    step({name: x for name, x in batch.items() if name != "images"})
   long = [np.concatenate([ids, np.ones(64, np.int32)]) for ids in batch["prompts"]]
   with pytest.raises(ValueError, match="cannot be cut"):
     step({**batch, "prompts": long})
@@ -188,6 +193,10 @@ def test_a_teacher_with_a_hint_sees_the_images(tmp_path):
     trainer = on_policy("smolvlm", folder, teacher, max_teacher_prompt_length=110)
     losses.append(float(trainer.train_step({**batch, "images": images})))
   assert losses[0] > 1e-6 and abs(losses[0] - losses[1]) > 1e-6
+  own = [*batch["teacher_prompts"][:3], np.ones(5, np.int32)]
+  trainer = on_policy("smolvlm", folder, teacher, max_teacher_prompt_length=110)
+  with pytest.raises(ValueError, match="another number of tokens of images"):
+    trainer.train_step({**batch, "teacher_prompts": own})
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Prompts with images in reinforcement learning: data, scores, updates, the command."""
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -13,14 +14,18 @@ from tests import optimizers, toys_images as toys
 from tests.cli import runs
 from tests.rl import clusters
 from tests.sft import trainers
+from tunix.data import image_parts
 from tunix.data.images import ImageReader
 from tunix.data.questions import build_prompts
 from tunix.generate import scoring
+from tunix.generate.sizes import text_size
 from tunix.models import lora
 from tunix.models.images.opening import open_image
 from tunix.rl import common, policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.config import Role
+from tunix.rl.env import processes
+from tunix.rl.env.adapters import trl
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError, StepResult
@@ -465,14 +470,85 @@ def test_what_environments_refuse(long):
     env_learner(long, room=0)
   with pytest.raises(ValueError, match="schedule is 'greedy' and prompts have images"):
     env_learner(long, schedule="greedy", lag=1)
-  with pytest.raises(ValueError, match="the images of RLCluster None"):
+  with pytest.raises(ValueError, match="is None; expected an ImageReader"):
     env_learner(long, images=None)
   talk = Conversation(long.tokenizer)
   with pytest.raises(EnvError, match="max_image_tokens is 0; expected text"):
     talk.observe(toys.message("a?", str(Pictures.folder / "0.png")))
-  talk = Conversation(long.tokenizer, reader=long.reader, max_image_tokens=40)
-  with pytest.raises(EnvError, match="there is no file"):
-    talk.observe(toys.message("a?", "/no.png"))
+  rendered = {**next(iter(long.prompts(long.short)))}
+  with pytest.raises(ValueError, match="rendered texts and env is set"):
+    env_learner(long).train([rendered])
+  process = EpisodeConfig(max_image_tokens=40, isolation="process")
+  with pytest.raises(EnvError, match="type bytes; with isolation='process'"):
+    processes._plain(toys.message("a?", b"png"))
+  assert process.max_image_tokens == 40
+
+
+def talk_of(setup, history="split"):
+  return Conversation(
+    setup.tokenizer, history=history, reader=setup.reader, max_image_tokens=40
+  )
+
+
+def test_observations_that_are_refused_end_their_episode_alone(long):
+  picture = str(Pictures.folder / "0.png")
+  for observation, message in (
+    (toys.message("a?", "/no.png"), "there is no file"),
+    ({"role": "user", "content": ["a"]}, "has the part 'a'"),
+    ({"role": "user", "content": [{"text": "a"}]}, "has the part"),
+    ({"role": "user", "content": [{"type": "image"}]}, "without an image; add it"),
+    (toys.message("[IMG]?", picture), "tokens of images .*; expected equal numbers"),
+    ([1, toys.SOFT, 5], "tokens of images"),
+  ):
+    with pytest.raises(EnvError, match=message):
+      talk_of(long).observe(observation)
+
+  class Spells(Pictures):
+    def initial_observation(self):
+      return "[IMG]" if self.number == 1 else super().initial_observation()
+
+  learner = GRPOLearner(
+    long.cluster(max_steps=1),
+    GRPOConfig(**algorithm()),
+    env=Spells,
+    episodes=EpisodeConfig(max_tokens=60, max_image_tokens=40),
+  )
+  columns = shown(long)
+  batch = prompt_batch({"prompts": columns["prompt"], "answer": columns["answer"]})
+  out = learner._experience.rollouts(batch, Mode.TRAIN, 0, learner._shape_rewards)
+  ends = ["done", "done", "failed", "failed", "done", "done", "done", "done"]
+  assert out.finish_reasons == ends and out.episodes[0].turns[0].images is None
+  learner.close()
+
+
+def test_a_placeholder_that_the_policy_spells_is_text(long):
+  talk = talk_of(long, "keep")
+  start = talk.observe(toys.message("a?", str(Pictures.folder / "0.png")))
+  spelled = [long.tokenizer.encode(letter)[-1] for letter in "img"]
+  talk.act(spelled, "eos")
+  talk.messages[-1]["content"] = "[IMG]"  # as a text that decodes to the placeholder
+  ids = talk.observe(toys.message("b?", str(Pictures.folder / "1.png")))
+  assert ids[: len(start) + 3] == start + spelled
+  assert ids.count(toys.SOFT) == talk.image_tokens
+
+
+def test_images_in_data_uris_do_not_count_as_text():
+  message = toys.message("a?", "data:image/png;base64," + "A" * 10**6)
+  assert not text_size.may_fit(message, 64)
+  assert text_size.may_fit(image_parts.outline(message), 64)
+  again = image_parts.outline([{"role": "user", "content": [{"type": "image_url"}]}])
+  assert again[0]["content"] == [{"type": "image"}]
+
+
+def test_the_text_of_a_trl_environment_follows_the_parts():
+  class Task:
+    def reset(self, **columns):
+      return " Now."
+
+  prompt = [toys.message("what?", "a.png")]
+  adapted = trl.TRLEnvironment(Task(), prompt, {})
+  [turn] = asyncio.run(adapted.initial_observation())
+  assert turn["content"][-1] == {"type": "text", "text": "what? Now."}
 
 
 def test_what_learners_refuse(smol):

@@ -104,6 +104,53 @@ def bare(message: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**message, "content": content}
 
 
+def outline(value: Any) -> Any:
+  """Returns messages in any form without the data of their images, for measuring."""
+  if _is_image(value):
+    return {"type": "image"}
+  if isinstance(value, Mapping):
+    return {key: outline(x) for key, x in value.items()}
+  return [*map(outline, value)] if isinstance(value, list | tuple) else value
+
+
+def named(value: Any) -> Any:
+  """Returns a text or messages whose images are their names, for people to read."""
+  if not _has_messages(value):
+    return value
+  return [
+    turn
+    if not any(parts(turn))
+    else {
+      **turn,
+      "content": [
+        {**part, "image": name(part["image"])} if part["type"] == "image" else part
+        for part in turn["content"]
+      ],
+    }
+    for turn in value
+  ]
+
+
+def shown(column: str, value: Any) -> Any:
+  """Returns a value of a column; images are their names."""
+  is_images = column in COLUMNS and isinstance(value, list)
+  return [*map(name, value)] if is_images else named(value)
+
+
+def surrounded(parts: Sequence[Part], before: str, after: str) -> list[Part]:
+  """Returns the parts of a message with texts around them.
+
+  Adjacent texts become one part: templates may strip each part.
+  """
+  out = [dict(part) for part in parts]
+  for text, place in ((before, 0), (after, -1)):
+    if out[place]["type"] != "text":
+      out.insert(place if place == 0 else len(out), {"type": "text", "text": ""})
+    have = out[place]["text"]
+    out[place]["text"] = text + have if place == 0 else have + text
+  return [part for part in out if part.get("text") != ""]
+
+
 def name(source: Any) -> str:
   """Returns an image as reports name it: a path, or the kind of its data."""
   if isinstance(source, Mapping):

@@ -107,9 +107,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   If the batch has "teacher_prompts", texts or ids, the teacher reads them in place of
   the prompts, before the same completions. With `Teachers` a batch has "teachers".
 
-  Prompts with images are ids with their soft tokens, and the batch has "images": for
-  each row the argument of the model's call, blank where a prompt has none. Prompts of
-  the teacher have the images of their rows.
+  Prompts with images are ids with their soft tokens. The batch then has "images", the
+  argument `images` of the model's call with one row for each prompt, and blank rows for
+  prompts without images. Prompts of the teacher have the images of the same row.
 
   Args:
     student_model, strategy, optimizer: see DistillationTrainer.
@@ -160,7 +160,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       max_completion_length=training_config.max_completion_length,
     )
     self.sampler = sampler_of(student_model, tokenizer)
-    self._soft_token = calling.config_value(student_model, "soft_token")
+    soft = calling.config_value(student_model, "soft_token")
+    self._soft_token = -1 if soft is None else soft  # no prompt has the id -1
     self._alignment = None
     if isinstance(teacher_model, TextTeacher):
       self._alignment = TextAlignment(
@@ -205,7 +206,45 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     ]
     columns = rows.columns(rendered, names, self._limits, pad_id=0)
     own = self._teacher_fields(fields, len(prompts))
-    return Prompts(**columns, **own, images=images)
+    batch = Prompts(**columns, **own, images=images)
+    self._check_images(batch)
+    return batch
+
+  def _check_images(self, batch: Prompts) -> None:
+    """Refuses images that cannot be those of their prompts.
+
+    Raises:
+      ValueError: the images have another number of rows, prompts without images have
+        soft tokens, or a teacher's prompt has others than its student's; or a teacher
+        reads another tokenizer.
+    """
+    counts = np.sum(batch.prompt_ids == self._soft_token, axis=1)
+    if batch.images is None:
+      if np.any(counts):
+        raise ValueError(
+          f"row {np.flatnonzero(counts)[0]} has tokens of images (id "
+          f'{self._soft_token}) and the batch no "images"; add them'
+        )
+      return
+    if self._alignment is not None:
+      raise ValueError(
+        "the batch has images and teacher_model is a TextTeacher, which reads text "
+        "alone; expected prompts without images"
+      )
+    sizes = {np.shape(x)[0] for x in jax.tree.leaves(batch.images) if np.ndim(x)}
+    if sizes != {len(counts)}:
+      raise ValueError(
+        f"images have {sorted(sizes)} rows; expected {len(counts)}, one for each "
+        "prompt, and blank ones where a prompt has none"
+      )
+    own = batch.teacher_prompt_ids
+    if own is not None and not np.array_equal(
+      counts, np.sum(own == self._soft_token, axis=1)
+    ):
+      raise ValueError(
+        "a teacher's prompt has another number of tokens of images than its student's; "
+        "expected equal ones, because both see the same images"
+      )
 
   def _teacher_fields(self, fields: Any, count: int) -> dict[str, np.ndarray]:
     """Returns the arrays of a batch that only the teacher reads."""

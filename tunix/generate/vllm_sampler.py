@@ -13,7 +13,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
+from flax import nnx
 
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.drawing.options import SamplingOptions
@@ -60,21 +62,27 @@ class VllmSampler(BaseSampler):
       timeout_s: longest time to wait for an answer, in seconds.
       weights_dir: folder for the weights of `update_weights`; the server must see the
         same folder. None: the system's temporary folder.
-      weights: way of the weights of `update_weights`. "disk": by that folder. "ipc": in
-        the memory of the GPUs, which the server must share with this process
-        (docs/guides/engines.md).
+      weights: how `update_weights` sends the weights of a model. "disk" writes them to
+        `weights_dir`. "ipc" hands them over in the memory of the model's GPUs, which
+        the server must share (docs/guides/engines.md). Folders are always read by the
+        server.
 
     Raises:
       EngineError: no server answers.
       ImportError: `weights` is "ipc" and torch is not installed.
       ValueError: the server has no model of that name, or has several and `model` is
         None, or does not report its kind of log-probs; or `weights` is unknown, or
-        "ipc" without a GPU.
+        "ipc" without a GPU or with `weights_dir`.
     """
     super().__init__(tokenizer)
     self._client = Client(url, timeout_s)
     if weights not in ("disk", "ipc"):
       raise ValueError(f"weights is {weights!r}; expected 'disk' or 'ipc'")
+    if weights == "ipc" and weights_dir is not None:
+      raise ValueError(
+        f"weights is 'ipc' and weights_dir is {weights_dir!r}; expected one way. Leave "
+        "weights_dir out"
+      )
     self._weights_dir = weights_dir
     self._torch: Any = gpu_handles.torch_on_gpus() if weights == "ipc" else None
     self.model = self._served(model)
@@ -144,9 +152,11 @@ class VllmSampler(BaseSampler):
     errors: list[CastError] = []
     family = families.of_config(model.config)
     tensors = safetensors_saver.new_tensors(model, family, None, errors)
-    self._control("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+    devices = jax.tree.leaves(nnx.state(model))[0].devices()
+    gpus = sorted({device.local_hardware_id or 0 for device in devices})
+    self._control("/init_weight_transfer_engine", {"init_info": {"packed": True}})
     self._control("/start_weight_update")
-    for part in gpu_handles.parts(tensors, self._torch):
+    for part in gpu_handles.parts(tensors, self._torch, gpus):
       self._control("/update_weights", {"update_info": part})
     self._control("/finish_weight_update")
     self._torch.cuda.ipc_collect()
@@ -156,17 +166,20 @@ class VllmSampler(BaseSampler):
     """Calls one of the paths that the server may not have.
 
     Raises:
-      ValueError: it has not.
+      ValueError: the server does not offer the path.
     """
     try:
       return self._client.ask("POST", path, body)
     except Refused as error:
       if error.status != 404:
         raise
-      ipc = ' --weight-transfer-config \'{"backend": "ipc"}\''
+      remedy = "VLLM_SERVER_DEV_MODE=1"
+      if self._torch is not None:
+        remedy += " VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-config "
+        remedy += '\'{"backend": "ipc"}\''
       raise ValueError(
         f"{self._client.url} has no {path}, and cannot take weights. Start it with "
-        f"VLLM_SERVER_DEV_MODE=1{'' if self._torch is None else ' and' + ipc}"
+        f"{remedy}"
       ) from error
 
   def _forget_prefixes(self) -> None:

@@ -55,9 +55,9 @@ class TrainExample:
     returns, old_values: float32 [B, R], for a critic.
     prompt_routes, completion_routes: experts of the tokens, see `Rollouts`; or None.
     head_ids, head_probs: see `Rollouts`; if they are given, the loss is centered.
-    images: images of the prompts, the argument `images` of the model; the first axis is
-      the prompts, whose rows are adjacent, or in episodes the rows. None without
-      images.
+    images: images of the prompts, the argument `images` of the model. Without
+      environments the first axis has an element for each prompt, whose rows are
+      adjacent, with environments one for each row. None without images.
     group_size: number of adjacent rows with the same prompt that are computed together.
     episode_rows: number of adjacent rows that belong to one episode.
   """
@@ -119,8 +119,8 @@ class Rollouts:
     head_ids, head_probs: int32 and float32 [B, R, k], the most likely tokens of the
       distribution that each token was drawn from, and their probabilities, 0 on
       padding; None without `RolloutConfig.center_scores`.
-    images: images of the P prompts, in episodes of the B rows, the argument `images` of
-      the model, or None.
+    images: the argument `images` of the model, [P, ...]; with environments [B, ...];
+      None without images.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.

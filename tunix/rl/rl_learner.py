@@ -101,7 +101,7 @@ class RLLearner(BaseTrainer):
       )
     elif room:
       raise ValueError(
-        f"max_image_tokens is {room} and the images of RLCluster None; expected an "
+        f"max_image_tokens is {room} and RLCluster(images=) is None; expected an "
         "ImageReader. Pass RLCluster(images=ImageReader(...)), or by command a model "
         "with a vision tower"
       )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -62,7 +63,10 @@ class ChatOptions(Sampling, ModelOptions):
       )
 
 
-_IMAGE = "/image "
+# Returns an image file as a part of a message; raises ImportError, OSError, ValueError.
+Opened = Callable[[str], dict[str, Any]]
+
+_IMAGE = "/image"
 
 # Streams the reply to a conversation.
 Replies = Callable[[Messages], Generator[Part, None, None]]
@@ -83,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
   """
   args = parser().read(argv).build(ChatOptions)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
-  replies = _local(args, start) if args.url is None else _remote(args)
+  replies, opened = _local(args, start) if args.url is None else _remote(args)
   messages, images = list(start), []
   for text in _turns():
     if text == "/exit":
@@ -91,33 +95,29 @@ def main(argv: Sequence[str]) -> None:
     if text == "/reset":
       messages, images = list(start), []
       continue
-    if text.startswith(_IMAGE):
-      images += _image(text.removeprefix(_IMAGE).strip(), is_sent=args.url is not None)
+    if text.split()[0] == _IMAGE:
+      images += _image(text.removeprefix(_IMAGE).strip(), opened)
       continue
     parts = [*images, {"type": "text", "text": text}]
     turn = {"role": "user", "content": parts if images else text}
     answer = _reply(replies, [*messages, turn])
+    images = []  # of a turn without a reply, too: the images may be the cause
     if answer is not None:
       messages += [turn, {"role": "assistant", "content": answer}]
-      images = []
 
 
-def _image(file: str, *, is_sent: bool) -> list[dict[str, Any]]:
-  """Returns the image as a part of a message; none if there is no such file.
-
-  Args:
-    file: the file.
-    is_sent: True if a server receives the bytes, False if this process opens the file.
-  """
+def _image(file: str, opened: Opened) -> list[dict[str, Any]]:
+  """Returns the image as a part of a message; none, and a line, if it is unusable."""
   try:
-    part = image_part(file)
-  except OSError as error:
-    print(terminal.shown(f"{error}; give an image file", sys.stderr), file=sys.stderr)
+    if not file:
+      raise ValueError("/image has no file; expected /image FILE")
+    return [opened(file)]
+  except (ImportError, OSError, ValueError) as error:
+    print(terminal.shown(f"{error}; no image was added", sys.stderr), file=sys.stderr)
     return []
-  return [part if is_sent else {"type": "image", "image": file}]
 
 
-def _local(args: ChatOptions, start: Messages) -> Replies:
+def _local(args: ChatOptions, start: Messages) -> tuple[Replies, Opened]:
   """Loads a model into this process."""
   assert args.model is not None
   model, adapter = run_folder.export_of(args.model, args.adapter)
@@ -146,10 +146,15 @@ def _local(args: ChatOptions, start: Messages) -> Replies:
     for part in sampler.stream([prompt], steps, every=1, **options):
       yield Part(part.text)
 
-  return replies
+  def opened(file: str) -> dict[str, Any]:
+    part = {"type": "image", "image": os.path.expanduser(file)}
+    pictures.reading(reader).open([part["image"]], None, "/image")
+    return part
+
+  return replies, opened
 
 
-def _remote(args: ChatOptions) -> Replies:
+def _remote(args: ChatOptions) -> tuple[Replies, Opened]:
   """Connects to a server."""
   options = args.options
   if args.max_new_tokens is not None:
@@ -159,7 +164,7 @@ def _remote(args: ChatOptions) -> Replies:
   if sys.stdin.isatty():
     name = terminal.shown(server.model, sys.stderr)
     print(f"talking to {name} at {args.url}", file=sys.stderr)
-  return server.stream
+  return server.stream, image_part
 
 
 def _turns() -> Iterator[str]:

@@ -76,24 +76,9 @@ def teacher_prompt(prompt: Text, template: str, **texts: str) -> Text:
         f"the template of the teacher's prompt has {{prompt}} {len(after)} times and "
         "the prompt has images; expected it once. Shorten the template"
       )
-    content = _surrounded(content, *(filled(x, **texts) for x in (first, *after)))
+    around = (filled(x, **texts) for x in (first, *after))
+    content = image_parts.surrounded(content, *around)
   return [*before, {**last, "content": content}]
-
-
-def _surrounded(
-  parts: Sequence[Mapping[str, Any]], before: str, after: str
-) -> list[dict[str, Any]]:
-  """Returns the parts of a message with texts around them.
-
-  Adjacent texts become one part: templates may strip each part.
-  """
-  out = [dict(part) for part in parts]
-  for text, place in ((before, 0), (after, -1)):
-    if out[place]["type"] != "text":
-      out.insert(place if place == 0 else len(out), {"type": "text", "text": ""})
-    have = out[place]["text"]
-    out[place]["text"] = text + have if place == 0 else have + text
-  return [part for part in out if part.get("text") != ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,9 +120,9 @@ class Taught:
       out = kind.read(record, where)
       if tokenizer is not None and image_parts.sources(out.prompt):
         raise ValueError(
-          f"{where}: the record has an image and the teacher another tokenizer, whose "
-          "tokens of images are not those of the student; expected text. Leave the "
-          "image out, or choose a teacher with the student's tokenizer"
+          f"{where}: the record has an image, and the teacher's tokenizer differs from "
+          "the student's; expected text. Leave the image out, or choose a teacher with "
+          "the student's tokenizer"
         )
       own = {} if tokenizer is None else {TEACHER_PROMPT: out.prompt}
       own |= self._extra(out.prompt, record, where)

@@ -46,7 +46,9 @@ class PromptImages:
 
   @classmethod
   def of_row(cls, pixels: Any, num_tokens: int) -> Self | None:
-    """Takes the images of a row of a batch as one; None without soft tokens.
+    """Returns the images of one row of a batch, which count as one image.
+
+    They have one digest. The result is None if `num_tokens` is 0.
 
     Args:
       pixels: the row of the argument `images` of the model.

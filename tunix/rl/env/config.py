@@ -26,9 +26,9 @@ class EpisodeConfig:
       observations together: the width of the arrays that are trained.
     max_observation_tokens: maximum number of tokens of an observation; a longer one
       ends the episode. null: no limit besides `max_tokens`.
-    max_image_tokens: maximum number of soft tokens of all images of an episode, whose
-      observations may then have images; an image beyond it ends the episode. All rows
-      of a run have room for as many. 0: images are refused.
+    max_image_tokens: maximum number of soft tokens of the images of an episode
+      together. An image that exceeds it ends the episode. The images of every row are
+      padded to this number. 0: images are refused.
     max_seconds: maximum number of seconds of an episode. It is checked between the
       calls of an environment, so that an episode may last `timeout_s` longer. The bytes
       of a run then depend on the speed of the machine. null: no limit.

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data import image_parts
+from tunix.data import fields, image_parts
 from tunix.data.chat import TEMPLATE_DATE
 from tunix.data.images import ImageReader, Picture, reference
 from tunix.generate.answer_reader import AnswerReader
@@ -30,6 +30,7 @@ from tunix.generate.answers.formats import format_for
 from tunix.generate.answers.pieces import Piece
 from tunix.generate.tokenizer.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.images.processor import Pixels
 from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.env import Action, EnvError, Message, Observation
@@ -38,6 +39,9 @@ History = Literal["split", "keep"]
 
 # A private-use character of Unicode, which no answer contains.
 _PLACEHOLDER = "\ue000"
+# Another one, for the placeholders of images that a text spells.
+_SPELLED = "\ue001"
+_NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 # Characters at the end of an answer that a template must print as they were drawn, even
 # if it prints the rest of a call in another form.
 _SAME_END = 4
@@ -69,8 +73,10 @@ class Conversation:
     max_image_tokens: int = 0,
   ):
     self._reader, self._room = reader, max_image_tokens
+    # Without their files' pixels; `_pixels` has those that the model reads.
     self._pictures: list[Picture] = []
-    self._images: PromptImages | None = None  # of `_pictures`
+    self._pixels: list[Pixels] = []
+    self._images: PromptImages | None = None  # of `_pixels`
     self.image_tokens = 0
     self._tokenizer, self._tools = tokenizer, list(tools) or None
     self._schemas = dict(map(_schema, tools))
@@ -92,20 +98,38 @@ class Conversation:
     ids, before = env_lib.ids_of(observation), len(self._ids)
     if ids is not None:
       self._ids, self.observed = ids, len(ids) - before
+      self._check_soft_tokens()
       return list(ids)
     new = self._opened(env_lib.messages_of(observation))
     try:
       self._ids, self.observed = self._with(new, observation)
     except (ChatTemplateError, TypeError, ValueError) as error:
       raise EnvError(f"the chat template refuses an observation: {error}") from error
+    self._check_soft_tokens()
     self.messages += new
     return list(self._ids)
+
+  def _check_soft_tokens(self) -> None:
+    """Refuses a prompt whose soft tokens are not those of its images.
+
+    A text that spells a soft token has no vector for it.
+    """
+    if self._reader is None:
+      return
+    found = self._ids.count(self._reader.soft_token)
+    if found != self.image_tokens:
+      raise EnvError(
+        f"a prompt has {found} tokens of images (id {self._reader.soft_token}) and its "
+        f"images {self.image_tokens}; expected equal numbers. Give images as parts of "
+        "messages, and take the text of such tokens out of observations"
+      )
 
   @property
   def images(self) -> PromptImages | None:
     """The images of the prompt of the next action; None without images."""
-    if self._images is None and self._reader is not None:
-      self._images = self._reader.prompt(self._pictures, self._room)
+    if self._images is None and self._reader is not None and self._pixels:
+      processor = self._reader.processor
+      self._images = PromptImages.of(processor, self._pixels, self._room)
     return self._images
 
   def _opened(self, new: list[Message]) -> list[Message]:
@@ -114,11 +138,15 @@ class Conversation:
     Raises:
       EnvError: an image cannot be read, or images are refused.
     """
-    if not any(isinstance(message.get("content"), list) for message in new):
+    contents = [message.get("content") for message in new]
+    if not any(isinstance(content, list | tuple) for content in contents):
       return new
     where = "an observation"
     try:
+      for content in contents:
+        _check_sources(content)
       gathered = image_parts.gathered({"messages": new}, where)["messages"]
+      fields.check_messages(gathered, where)
       if not (sources := image_parts.sources(gathered)):
         return new
       if self._reader is None:
@@ -132,7 +160,8 @@ class Conversation:
       raise EnvError(str(error)) from error
     for source, picture, part in zip(sources, pictures, _image_parts(gathered)):
       part["image"] = reference(source, picture.image, None)
-    self._pictures += pictures
+      self._pixels.append(self._reader.processor(picture.image))
+      self._pictures.append(picture._replace(image=_NO_PIXELS))
     self._images = None
     self.image_tokens += sum(picture.num_tokens for picture in pictures)
     return gathered
@@ -274,13 +303,49 @@ class Conversation:
   def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
     tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}
     # A fixed date, as in the rows of fine-tuning: tokens do not depend on the day.
-    text = self._tokenizer.apply_chat_template(
-      [*map(image_parts.bare, messages)], adds_prompt, now=TEMPLATE_DATE, **tools
-    )
     if self._reader is None:
-      return text
+      return self._tokenizer.apply_chat_template(
+        messages, adds_prompt, now=TEMPLATE_DATE, **tools
+      )
+    # A placeholder that a text spells stands for no image.
+    spelled = self._reader.processor.PLACEHOLDER
+    text = self._tokenizer.apply_chat_template(
+      [_replaced(image_parts.bare(message), spelled, _SPELLED) for message in messages],
+      adds_prompt,
+      now=TEMPLATE_DATE,
+      **tools,
+    )
     count = len(image_parts.sources(messages))
-    return self._reader.expand_text(self._pictures[:count], text)
+    text = self._reader.expand_text(self._pictures[:count], text)
+    return text.replace(_SPELLED, spelled)
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+  """Returns a message with a text replaced in all of its texts."""
+  if isinstance(value, str):
+    return value.replace(old, new)
+  if isinstance(value, Mapping):
+    return {key: _replaced(x, old, new) for key, x in value.items()}
+  return [_replaced(x, old, new) for x in value] if isinstance(value, list) else value
+
+
+def _check_sources(content: Any) -> None:
+  """Refuses parts that are no mappings, and images without a source.
+
+  Raises:
+    ValueError: see above.
+  """
+  for part in content if isinstance(content, list | tuple) else ():
+    if not isinstance(part, Mapping) or "type" not in part:
+      raise ValueError(
+        f'an observation has the part {part!r:.80}; expected {{"type": "text", "text": '
+        '...}} or {"type": "image", "image": ...}'
+      )
+    if part["type"] == "image" and not any(map(part.get, ("image", "path", "url"))):
+      raise ValueError(
+        'an observation has a part {"type": "image"} without an image; add it under '
+        '"image": a path, a data URI, bytes or a Pillow image'
+      )
 
 
 def _image_parts(messages: list[Message]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class Turn:
     reward: reward of the action.
     metrics, logs: values that the environment returned with the answer.
     episode_done: True if the environment ended the episode with this answer.
-    images: images of the prompt; None without images, or if the turn was saved.
+    images: images of the prompt; None without images, and once the rows have them.
   """
 
   tokens: Tokens

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tunix.rl.env import env as env_lib
@@ -228,4 +228,24 @@ def _plain(observation: object) -> Any:
   if isinstance(observation, str):
     return observation
   ids = env_lib.ids_of(observation)
-  return env_lib.messages_of(observation) if ids is None else ids
+  if ids is not None:
+    return ids
+  messages = env_lib.messages_of(observation)
+  for source in filter(None, map(_source, _parts(messages))):
+    if not isinstance(source, str):
+      raise env_lib.EnvError(
+        f"an observation has an image of the type {type(source).__name__}; with "
+        "isolation='process' give its path, or a data URI, as a string"
+      )
+  return messages
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+  for message in messages:
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+      yield from (part for part in content if isinstance(part, Mapping))
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+  return part.get("image") if part.get("type") == "image" else None

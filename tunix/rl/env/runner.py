@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunix.data import image_parts
 from tunix.data.images import ImageReader
 from tunix.generate.sizes import text_size
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -330,7 +331,7 @@ class _Batch:
     limit = self._config.max_tokens if most is None else most
     if is_first:
       limit = self._runner._max_prompt
-    if not text_size.may_fit(observation, limit):
+    if not text_size.may_fit(image_parts.outline(observation), limit):
       self._stop(live, "observation")  # too long to be worth tokenizing
       return
     prompt = live.conversation.observe(observation)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.data import image_parts
 from tunix.generate import tokenizer_adapter
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.episode import Episode
@@ -40,8 +41,8 @@ class EnvEvaluation:
     batch_size: prompts whose episodes run at once.
 
   Raises:
-    ValueError: there are no prompts, there are several processes, or observations may
-      have images.
+    ValueError: there are no prompts, there are several processes, or prompts or
+      observations may have images.
   """
 
   def __init__(
@@ -69,6 +70,11 @@ class EnvEvaluation:
       raise ValueError(
         f"max_image_tokens is {episodes.max_image_tokens}, and evaluations of given "
         "data read text alone; expected 0. Leave it out"
+      )
+    if any(image_parts.has_places(row["prompts"]) for row in rows):
+      raise ValueError(
+        "prompts have images, and evaluations of given data in environments read text "
+        "alone; expected prompts without images. Leave them out of the file"
       )
     self._make, self._rollout = make, rollout
     self._tokenizer = tokenizer_adapter.adapted(tokenizer)

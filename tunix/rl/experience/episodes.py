@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.data.records import IMAGE_TOKENS_COLUMN
+from tunix.generate.decoders import images as images_lib
 from tunix.generate.sizes import batching
 from tunix.generate.tokens import Tokens
 from tunix.rl import row_arrays
@@ -25,7 +27,6 @@ from tunix.rl.env.runner import Runner
 from tunix.rl.experience import rollout_codec
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
-from tunix.rl.prompts import images
 from tunix.rl.reward.outcomes import Failed, Outcome, checked
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.client import SamplingClient
@@ -151,6 +152,7 @@ class Episodes:
       AbsentError: another process failed, or did not join in time.
       TypeError: a message of an environment is not JSON, with several processes.
     """
+    _check_prompts(batch)
     mine = coordination.share(len(batch.prompts))
     run = functools.partial(self._share, batch, mine, mode, group, key)
     if jax.process_count() == 1:
@@ -202,7 +204,7 @@ class Episodes:
       max_prompt_length=config.max_prompt_length,
       max_action_tokens=config.max_tokens_to_generate,
       reader=cluster.images,
-      forbidden=() if cluster.images is None else images.forbidden(cluster.actor),
+      forbidden=() if cluster.images is None else images_lib.forbidden(cluster.actor),
     )
     return runner.run(makers, group, client), runner.waited_s
 
@@ -232,6 +234,20 @@ class Episodes:
     """Returns the seconds since the last call in which only environments worked."""
     waited, self._waited_s = self._waited_s, 0.0
     return waited
+
+
+def _check_prompts(batch: PromptBatch) -> None:
+  """Refuses rendered texts of prompts with images, which have lost their parts.
+
+  Raises:
+    ValueError: see above.
+  """
+  rooms = batch.columns.get(IMAGE_TOKENS_COLUMN, [0])
+  if any(rooms) and any(isinstance(prompt, str) for prompt in batch.prompts):
+    raise ValueError(
+      "prompts with images are rendered texts and env is set; expected messages with "
+      'parts. Pass batches {"prompts": [[message, ...], ...]} in place of build_prompts'
+    )
 
 
 def processes_of(make: MakeEnv, config: EpisodeConfig) -> EnvProcesses | None:
@@ -322,6 +338,8 @@ def _images_of(
     seen = episode.row_images() if own else [None]
     seen += seen[:1] * (count - len(seen))  # added rows have the prompt of the first
     pixels += [blank if x is None else x.pixels for x in seen]
+    # The rows have the pixels from here on.
+    episode.turns = [dataclasses.replace(turn, images=None) for turn in episode.turns]
   return jax.tree.map(lambda *x: np.stack(x), *pixels)
 
 

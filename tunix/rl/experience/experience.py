@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.generate.decoders import images as images_lib
 from tunix.ops import kl
 from tunix.rl import common, metrics, row_arrays, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
@@ -181,7 +182,11 @@ class Experience:
     return dataclasses.replace(rollouts, images=None)
 
   def with_images(self, rollouts: Rollouts) -> Rollouts:
-    """Reads the images of the prompts of `sample_group`, if they have some."""
+    """Reads the images of the prompts of `sample_group`, if they have some.
+
+    Raises:
+      ValueError: an image is missing or damaged, or has changed.
+    """
     read = images.read(self._cluster.images, rollouts.batch)
     return rollouts if read is None else dataclasses.replace(rollouts, images=read.rows)
 
@@ -194,7 +199,10 @@ class Experience:
     ids = cluster.ids_of(batch.inputs[0])
     read, reads = images.read(cluster.images, batch), {}
     if read is not None:
-      reads = {"images": read.prompts[0], "forbidden": images.forbidden(cluster.actor)}
+      reads = {
+        "images": read.prompts[0],
+        "forbidden": images_lib.forbidden(cluster.actor),
+      }
     out = one_turn.completions(cluster.tokenizer, ids, config, size, client, **reads)
     return common.rollouts_of(
       out,

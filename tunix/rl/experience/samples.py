@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from tunix.data import image_parts
-from tunix.data.records import IMAGES_COLUMN
 from tunix.report import samples as pages
 from tunix.rl.common import Rollouts
 from tunix.rl.env.env import Message
@@ -126,19 +125,15 @@ def groups_of(
   return [
     {
       "group": group,
-      "prompt": prompt,
-      "columns": {n: _shown(n, values[group]) for n, values in batch.extra.items()},
+      "prompt": image_parts.named(prompt),
+      "columns": {
+        n: image_parts.shown(n, values[group]) for n, values in batch.extra.items()
+      },
       "batch_reward": _number(valid.mean()) if valid.size else None,
       "completions": [completion(group * size + i) for i in range(size)],
     }
     for group, prompt in enumerate(batch.prompts[:most])
   ]
-
-
-def _shown(column: str, value: Any) -> Any:
-  """Returns a value of a column; of an image that is no file, the kind of its data."""
-  is_images = column == IMAGES_COLUMN and isinstance(value, list)
-  return list(map(image_parts.name, value)) if is_images else value
 
 
 def transcript(episode: Episode) -> str:

@@ -12,7 +12,6 @@ from flax import nnx
 
 from tunix.data.images import ImageReader
 from tunix.data.records import IMAGE_TOKENS_COLUMN, IMAGES_COLUMN
-from tunix.generate.decoders.images import forbidden as forbidden
 from tunix.models import calling
 from tunix.models.images.prompt_images import PromptImages
 from tunix.rl.rollout.vanilla_rollout import PaddedRollout, VanillaRollout

@@ -186,9 +186,11 @@ class BatchClient:
     ends = c.eos_tokens
     if stop_ids:
       ends = [*(ends or [self._rollout.eos_id()]), *stop_ids]
-    # Prompts without images are given, too: no row of the call draws a soft token.
+    # The list also covers prompts without images (None), so that the sampler forbids
+    # the soft token in every row.
     rows = [group[0] for group in groups] if is_plain else draws
-    reads = {"images": [x.images for x in rows]} if draws[0].forbidden else {}
+    has_images = draws[0].forbidden or any(x.images is not None for x in rows)
+    reads = {"images": [x.images for x in rows]} if has_images else {}
     out = self._rollout.generate(
       prompts,
       dataclasses.replace(

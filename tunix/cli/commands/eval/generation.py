@@ -12,6 +12,7 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
+from tunix.data import image_parts
 from tunix.data.batching.prompts import PROMPTS, PromptText
 from tunix.data.reading import files
 from tunix.data.records import (
@@ -228,7 +229,11 @@ def groups_of(answers: Answers) -> list[dict[str, Any]]:
   return [
     {
       "prompt": prompt,
-      "columns": {name: value for name, value in row.items() if name != PROMPTS},
+      "columns": {
+        name: image_parts.shown(name, value)
+        for name, value in row.items()
+        if name != PROMPTS
+      },
       "completions": [completion(i * size + j) for j in range(size)],
     }
     for i, (prompt, row) in enumerate(zip(answers.prompts, answers.rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -32,7 +33,8 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
   records.validate()
   examples, rows, cut = [], [], 0
   for index in range(len(records)):
-    example = chats.render(
+    render = functools.partial(
+      chats.render,
       records[index],
       tokenizer,
       where=records.where(index),
@@ -41,6 +43,8 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
       images=task.images,
       folder=stored.folder(records, index),
     )
+    example = render()
+    pictures, example = example.pictures, example._replace(pictures=())
     fitted = example
     if max_length is not None:
       fitted = fit_row(example, max_length, "truncate", bos_id=tokenizer.bos_id())
@@ -48,7 +52,7 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
     cut += fitted is not example
     examples.append(fitted)
     ids, mask = fitted.tokens, fitted.mask
-    images = task.images_of(example, ids, records.where(index))
+    images = task.images_of(pictures, render, ids, records.where(index))
     rows.append(Row(ids[:1], ids[1:], mask[1:], images))
   logps = scores.score(task.model, scores.logps_of_rows, rows, task.batch_size)
   tokens = np.asarray([int(row.mask.sum()) for row in rows])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
-from tunix.cli.commands.eval.scores import Row, Task
+from tunix.cli.commands.eval.scores import Images, Row, Task
 from tunix.data import render
 from tunix.data.chat import Rendered
 from tunix.data.reading import files, stored
 from tunix.data.reading.stored import Records
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
-from tunix.models.images.prompt_images import PromptImages
 from tunix.models.transformer.model import Transformer
 from tunix.utils import terminal
 
@@ -110,11 +110,12 @@ def metrics(table: np.ndarray, what: str) -> list[Metric]:
 
 def _read(
   records: Records, task: Task, max_length: int | None
-) -> tuple[list[Rendered], list[PromptImages | None], int]:
+) -> tuple[list[Rendered], list[Images | None], int]:
   """Returns the pairs, cut to the limit, their images, and the number of cut pairs."""
   pairs, images, cut = [], [], 0
   for index in range(len(records)):
-    full = render.render_record(
+    again = functools.partial(
+      render.render_record,
       records[index],
       PAIRS,
       task.tokenizer,
@@ -124,6 +125,8 @@ def _read(
       images=task.images,
       folder=stored.folder(records, index),
     )
+    full = again()
+    pictures, full = full.pictures, full._replace(pictures=())
     fitted = full
     if max_length is not None:
       longest = min(max(map(len, full.completions)), max_length - 1)
@@ -136,7 +139,7 @@ def _read(
     assert fitted is not None
     cut += fitted is not full
     pairs.append(fitted)
-    images.append(task.images_of(full, fitted.prompt, records.where(index)))
+    images.append(task.images_of(pictures, again, fitted.prompt, records.where(index)))
   return pairs, images, cut
 
 

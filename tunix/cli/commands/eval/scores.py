@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.data.chat import Rendered
-from tunix.data.images import ImageReader
+from tunix.data.images import ImageReader, Picture
 from tunix.generate import scoring
 from tunix.generate.sizes import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -54,25 +54,45 @@ class Task:
   images: ImageReader | None = None
 
   def images_of(
-    self, rendered: Rendered, tokens: np.ndarray, where: str
-  ) -> PromptImages | None:
+    self,
+    pictures: Sequence[Picture],
+    render: Callable[[], Rendered],
+    tokens: np.ndarray,
+    where: str,
+  ) -> Images | None:
     """Returns the images of a record; None without images.
 
     Args:
-      rendered: the record.
+      pictures: the images, opened; they are not kept.
+      render: renders the record. It is called when the pixels are needed, so that only
+        those of a batch are in memory.
       tokens: token ids of its row, perhaps cut.
       where: place of the record.
 
     Raises:
       ValueError: the row is cut within an image; begins with `where`.
     """
-    if self.images is None or not rendered.pictures:
+    reader = self.images
+    if reader is None or not pictures:
       return None
     try:
-      self.images.check(tokens, rendered.pictures)
+      reader.check(tokens, pictures)
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from error
-    return self.images.prompt(rendered.pictures)
+    room = batching.bucket(sum(picture.num_tokens for picture in pictures))
+    return Images(room, lambda: reader.prompt(render().pictures, room))
+
+
+class Images(NamedTuple):
+  """The images of a row, which are opened when they are needed.
+
+  Attributes:
+    room: number of soft tokens that they are padded to.
+    open: returns them.
+  """
+
+  room: int
+  open: Callable[[], PromptImages | None]
 
 
 class Row(NamedTuple):
@@ -88,7 +108,7 @@ class Row(NamedTuple):
   prompt: np.ndarray
   completion: np.ndarray
   mask: np.ndarray
-  images: PromptImages | None = None
+  images: Images | None = None
 
 
 def score(
@@ -96,8 +116,8 @@ def score(
 ) -> np.ndarray:
   """Returns a score of every row, float32 [rows].
 
-  Rows of similar lengths, with as much room for images, share a batch, padded to powers
-  of two. Several processes
+  A batch has rows whose lengths are padded to the same powers of two, and whose images
+  are padded to the same size. Several processes
   share the batches. A batch has the same rows and scores as in a single process.
 
   Args:
@@ -111,7 +131,7 @@ def score(
   for index, row in enumerate(rows):
     widths = (len(row.prompt), max(1, len(row.completion)))
     sizes = (batching.bucket(w, _SHORTEST) for w in widths)
-    alike[(*sizes, _room(row.images))].append(index)
+    alike[(*sizes, 0 if row.images is None else row.images.room)].append(index)
   batches = [
     (key[:2], indices[start : start + batch_size])
     for key, indices in sorted(alike.items())
@@ -141,12 +161,8 @@ def _stacked(rows: Sequence[Row], prompt: int, completion: int) -> dict[str, Any
     "prompt_mask": mask,
     "completion_ids": right([row.completion for row in rows], completion, np.int32),
     "completion_mask": right([row.mask for row in rows], completion, np.bool_),
-    "images": prompt_images.stacked([row.images for row in rows]),
+    "images": prompt_images.stacked([x and x.open() for x in (r.images for r in rows)]),
   }
-
-
-def _room(images: PromptImages | None) -> int:
-  return 0 if images is None else len(jax.tree.leaves(images.pixels)[0])
 
 
 def logps_of_rows(model: nnx.Module, **rows: Any) -> jax.Array:

@@ -144,7 +144,8 @@ class Sampling:
   def options(self) -> dict[str, Any]:
     """The options that are set, by their names in `SamplingOptions`."""
     values = shared_values(SamplingOptions, self)
-    values.pop("images", None)  # of a command: whether the model has its tower
+    # In a command, `images` says whether the vision tower is loaded.
+    values.pop("images", None)
     return {name: x for name, x in values.items() if x is not None}
 
 

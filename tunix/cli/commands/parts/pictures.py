@@ -60,12 +60,22 @@ def conversation(
   sources = image_parts.sources(messages)
   if not sources:
     return tokenizer.apply_chat_template(messages, tokenize=True), None
-  if reader is None:
-    raise ValueError(
-      "the model reads text alone; expected one with a vision tower. Give "
-      "--images if its folder has one (docs/guides/images.md lists the families)"
-    )
+  reader = reading(reader)
   pictures = reader.open(sources, None, "the conversation")
   rendered = tokenizer.apply_chat_template([*map(image_parts.bare, messages)])
   ids = tokenizer.encode(reader.expand_text(pictures, rendered))
   return ids, reader.prompt(pictures)
+
+
+def reading(reader: ImageReader | None) -> ImageReader:
+  """Returns the reader.
+
+  Raises:
+    ValueError: there is none.
+  """
+  if reader is None:
+    raise ValueError(
+      "the model reads text alone; expected one with a vision tower. Give --images if "
+      "its folder has one (docs/guides/images.md lists the families)"
+    )
+  return reader

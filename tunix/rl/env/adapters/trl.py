@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.data import image_parts
 from tunix.rl.env import calls
 from tunix.rl.env.env import Message
 from tunix.rl.env.tool_env import ToolEnv
@@ -38,7 +39,12 @@ class TRLEnvironment(ToolEnv):
     added = await calls.in_thread(lambda: self.environment.reset(**columns))
     if added:
       last = self.messages[-1]
-      self.messages[-1] = {**last, "content": f"{last['content']}{added}"}
+      content: Any = last["content"]
+      if isinstance(content, list):
+        content = image_parts.surrounded(content, "", str(added))
+      else:
+        content = f"{content}{added}"
+      self.messages[-1] = {**last, "content": content}
     return list(self.messages)
 
   def _reward_of(self, messages: list[Message]) -> Any:
