@@ -46,7 +46,9 @@ def right(prompts, completions, answer):
   return [float(text == a) for text, a in zip(completions, answer)]
 
 
-def curve(name: str, model: pathlib.Path, seed: int, steps: int) -> list[float]:
+def curve(
+  name: str, model: pathlib.Path, seed: int, steps: int, rate: float
+) -> list[float]:
   """Shares of right held-out answers, measured every `EVERY` steps from step 0."""
   tokenizer = TokenizerAdapter.from_pretrained(model)
   sampling = {
@@ -59,7 +61,7 @@ def curve(name: str, model: pathlib.Path, seed: int, steps: int) -> list[float]:
     tokenizer=tokenizer,
     cluster_config=ClusterConfig(
       training_config=RLTrainingConfig(
-        actor_optimizer=optimizers.adam(2e-4),
+        actor_optimizer=optimizers.adam(rate),
         max_steps=steps,
         eval_every_n_steps=EVERY,
         pbar_description=None,
@@ -86,12 +88,13 @@ def main() -> None:
   options.add_argument("--seeds", type=int, nargs="+", default=[0])
   options.add_argument("--steps", type=int, default=150)
   options.add_argument("--goal", type=float, default=0.8)
+  options.add_argument("--rate", type=float, default=5e-5)
   given = options.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     model = half_taught(pathlib.Path(folder))
     for seed in given.seeds:
       for name in CONFIGS:
-        values = curve(name, model, seed, given.steps)
+        values = curve(name, model, seed, given.steps, given.rate)
         reached = [min(pair) >= given.goal for pair in itertools.pairwise(values)]
         step = reached.index(True) * EVERY if any(reached) else None
         found = {"prompts": name, "seed": seed, "step_of_goal": step}

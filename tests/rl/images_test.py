@@ -545,6 +545,10 @@ def test_the_text_of_a_trl_environment_follows_the_parts():
     def reset(self, **columns):
       return " Now."
 
+    def look(self):
+      """Looks."""
+      return "nothing"
+
   prompt = [toys.message("what?", "a.png")]
   adapted = trl.TRLEnvironment(Task(), prompt, {})
   [turn] = asyncio.run(adapted.initial_observation())

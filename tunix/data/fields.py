@@ -152,7 +152,7 @@ def _check_message(message: object, where: str, images: bool) -> None:
   # A turn that only calls tools may have no text.
   calls_tools = content is None and message.get("tool_calls")
   if isinstance(content, list) and images:
-    _check_parts(content, role, f'{where}: "content"')
+    check_parts(content, role, f'{where}: "content"')
   elif not isinstance(content, str) and not calls_tools:
     remedy = "Batches of text have no images: give token ids (docs/guides/images.md)"
     remedy = remedy if isinstance(content, list) else "Write a text, or a list of parts"
@@ -175,7 +175,17 @@ def _check_message(message: object, where: str, images: bool) -> None:
     )
 
 
-def _check_parts(parts: list[Any], role: str, where: str) -> None:
+def check_parts(parts: list[Any], role: str, where: str) -> None:
+  """Refuses a content whose parts are neither texts nor images of a prompt.
+
+  Args:
+    parts: the content.
+    role: role of the message.
+    where: place of the content.
+
+  Raises:
+    ValueError: see above.
+  """
   for number, part in enumerate(parts):
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):

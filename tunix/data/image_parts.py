@@ -106,11 +106,13 @@ def bare(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def outline(value: Any) -> Any:
   """Returns messages in any form without the data of their images, for measuring."""
-  if _is_image(value):
-    return {"type": "image"}
-  if isinstance(value, Mapping):
-    return {key: outline(x) for key, x in value.items()}
-  return [*map(outline, value)] if isinstance(value, list | tuple) else value
+  if isinstance(value, list | tuple):
+    return [outline(turn) if isinstance(turn, Mapping) else turn for turn in value]
+  content = value.get("content") if isinstance(value, Mapping) else None
+  if not isinstance(content, list | tuple):
+    return value
+  bare = [{"type": "image"} if _is_image(part) else part for part in content]
+  return {**value, "content": bare}
 
 
 def named(value: Any) -> Any:

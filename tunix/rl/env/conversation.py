@@ -146,9 +146,11 @@ class Conversation:
       for content in contents:
         _check_sources(content)
       gathered = image_parts.gathered({"messages": new}, where)["messages"]
-      fields.check_messages(gathered, where)
       if not (sources := image_parts.sources(gathered)):
         return new
+      for message in gathered:
+        if any(image_parts.parts(message)):
+          fields.check_parts(message["content"], str(message.get("role")), where)
       if self._reader is None:
         raise EnvError(
           "an observation has an image and max_image_tokens is 0; expected text. Set "
