@@ -141,9 +141,20 @@ def test_images_of_rows_with_padding(name):
     np.testing.assert_array_equal(finite, np.arange(3) != row)
 
 
+SLOW_MESHES = ({"fsdp": 8}, {"dp": 2, "fsdp": 4})
+
+
 @pytest.mark.long
+@pytest.mark.parametrize(
+  "axes",
+  [
+    {"fsdp": 4, "tp": 2},
+    *(pytest.param(axes, marks=pytest.mark.slow) for axes in SLOW_MESHES),
+  ],
+  ids=str,
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_over_devices(name, mesh_fsdp4_tp2):
+def test_rows_over_devices(name, axes):
   """Gradients of four rows with images of their own, on eight devices and on one."""
   want = checkpoints.expected(f"{name}_vision")
   rows = {key: np.stack([want[key][0]] * 4) for key in ("tokens", "mask")}
@@ -154,8 +165,9 @@ def test_rows_over_devices(name, mesh_fsdp4_tp2):
   else:
     rows |= {key: np.stack([want[key]] * 4) for key in ("values", "grid")}
   _, one, expected = seeing.loss_and_gradients(load(name), rows)
-  with mesh_lib.use_mesh(mesh_fsdp4_tp2):
-    _, many, got = seeing.loss_and_gradients(load(name, mesh=mesh_fsdp4_tp2), rows)
+  mesh = mesh_lib.create_mesh(axes)
+  with mesh_lib.use_mesh(mesh):
+    _, many, got = seeing.loss_and_gradients(load(name, mesh=mesh), rows)
   np.testing.assert_allclose(many, one, rtol=1e-5)
   total = np.sqrt(sum(np.sum(np.square(x)) for x in expected.values()))
   for path, gradient in expected.items():
