@@ -76,14 +76,15 @@ _TABLE = """\
 _IMAGES = """\
 ## With images
 
-Two recipes with their vision towers and with images in every row. Rows with images are not packed. The FLOPs
-behind the times are those of the text model. `python -m benchmarks.image_plans` planned them (2026-11-29, jax
-0.10.2, libtpu 0.0.42.1):
+Two recipes with their vision towers and with images in every row. Rows with images are
+not packed. The FLOPs behind the times are those of the text model.
+`python -m benchmarks.image_plans` planned them (2026-11-29, jax 0.10.2, libtpu
+0.0.42.1):
 
 | recipe | chips | image tokens of a row | peak of a device | step at least |
 | --- | --- | --- | --- | --- |
-| gemma4_e4b_sft_lora | v5e:2x4 | 560 (two pictures) | 7.52 of 15.75 GiB | 1.57 s |
-| qwen3p5_27b_sft_lora | v5e:4x4 | 1,024 (one of 1024 x 1024) | 12.70 of 15.75 GiB | 3.95 s |"""
+| gemma4_e4b_sft_lora | v5e:2x4 | 560 (two) | 7.52 of 15.75 GiB | 1.57 s |
+| qwen3p5_27b_sft_lora | v5e:4x4 | 1,024 (one) | 12.70 of 15.75 GiB | 3.95 s |"""
 _GPU_HEAD = """\
 ## On NVIDIA GPUs
 
