@@ -4,7 +4,6 @@ import importlib.util
 import json
 import pathlib
 import random
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -125,13 +124,9 @@ def test_killed_runs_of_the_command_resume_exactly(
 ):
   keys = inputs | changes
 
-  def command(folder):
-    argv = runs.arguments(**keys, output_dir=folder)
-    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
-
   weights = "adapter_model" if "lora__rank" in changes else "model"
   drill = drills.KillDrill(
-    command=command,
+    command=runs.training(keys),
     resumed=r"resuming after step (\d+)",
     files=("logs/metrics.jsonl", f"export/{weights}.safetensors"),
   )
@@ -156,12 +151,8 @@ def test_killed_runs_with_images_resume_exactly(inputs, tmp_path):
     "lora__targets": "[all-linear, vision_tower]",
   }
 
-  def command(folder):
-    argv = runs.arguments(**keys, output_dir=folder)
-    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
-
   drill = drills.KillDrill(
-    command=command,
+    command=runs.training(keys),
     resumed=r"resuming after step (\d+)",
     files=("logs/metrics.jsonl", "export/adapter_model.safetensors"),
   )
@@ -203,12 +194,8 @@ def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job, images, kills):
     "checkpoint__every_n_steps": 4,
   }
 
-  def command(folder):
-    argv = runs.arguments(**keys, output_dir=folder)
-    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
-
   drill = drills.KillDrill(
-    command=command,
+    command=runs.training(keys),
     resumed=r"resuming after step (\d+)",
     files=(
       "logs/metrics.jsonl",
@@ -260,13 +247,9 @@ def test_killed_runs_of_preferences_resume_exactly(inputs, tmp_path, changes):
   if "preference__reference_logps" in keys:
     keys["preference__reference_logps"] = tmp_path / "logps"
 
-  def command(folder):
-    argv = runs.arguments(**keys, output_dir=folder)
-    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
-
   weights = "adapter_model" if "lora__rank" in changes else "model"
   drill = drills.KillDrill(
-    command=command,
+    command=runs.training(keys),
     resumed=r"resuming after step (\d+)",
     files=("logs/metrics.jsonl", f"export/{weights}.safetensors"),
   )

@@ -65,6 +65,16 @@ def arguments(**keys):
   return [f"--{name.replace('__', '.')}={value}" for name, value in keys.items()]
 
 
+def training(keys):
+  """A function: output folder -> the command of a run as a process of its own."""
+
+  def command(folder):
+    argv = arguments(**(keys | {"output_dir": folder}))
+    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
+
+  return command
+
+
 def tunix(*argv):
   """The exit code of the command, run in this process."""
   return cli.main([str(word) for word in argv])

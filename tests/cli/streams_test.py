@@ -1,7 +1,6 @@
 """`data.stream`: training on data that is never read as a whole."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -132,12 +131,8 @@ def test_killed_runs_on_a_stream_resume_exactly(settings, tmp_path, train_file):
     "checkpoint__every_n_steps": 4,
   }
 
-  def command(folder):
-    argv = runs.arguments(**(keys | {"output_dir": folder}))
-    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
-
   drill = drills.KillDrill(
-    command=command,
+    command=runs.training(keys),
     resumed=r"resuming after step (\d+)",
     files=("logs/metrics.jsonl", "export/adapter_model.safetensors"),
   )

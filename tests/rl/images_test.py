@@ -21,6 +21,7 @@ from tunix.generate import scoring
 from tunix.generate.sizes import text_size
 from tunix.models import lora
 from tunix.models.images.opening import open_image
+from tunix.models.images.prompt_images import PromptImages
 from tunix.rl import common, policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.config import Role
@@ -35,6 +36,8 @@ from tunix.rl.pipeline import prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.prompts import images
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout.client import Draw, groups_of
+from tunix.rl.schedules import deciders
 from tunix.rl.trainer import Trainer
 from tunix.rl.utils import create_critic_model
 from tunix.sft import inference
@@ -423,6 +426,7 @@ def test_environments_show_images(long, engine, history):
   learner = env_learner(long, history=history, rollout_engine=engine)
   out = learner._experience.rollouts(batch, Mode.TRAIN, 0, learner._shape_rewards)
   assert out.finish_reasons == ["done"] * 8
+  assert not out.shares_prompts  # rows have images of their own
   # In one row a second picture stands between two actions; they draw none.
   soft, each = out.completion_ids == toys.SOFT, out.episode_rows
   assert each == (1 if history == "keep" else 2)
@@ -530,6 +534,20 @@ def test_a_placeholder_that_the_policy_spells_is_text(long):
   ids = talk.observe(toys.message("b?", str(Pictures.folder / "1.png")))
   assert ids[: len(start) + 3] == start + spelled
   assert ids.count(toys.SOFT) == talk.image_tokens
+
+
+def test_equal_prompts_with_other_images_are_other_actions():
+  def draw(episode, pixels):
+    seen = PromptImages.of_row(np.full(4, pixels, np.float32), 2)
+    prompt = np.array([1, toys.SOFT, toys.SOFT], np.int32)
+    return Draw(episode=episode, turn=0, prompt=prompt, max_tokens=4, images=seen)
+
+  one, same, other = draw(0, 0.5), draw(1, 0.5), draw(2, 0.25)
+  assert [len(group) for group in groups_of([one, same, other])] == [2, 1]
+  digests = [deciders.digest_of_draw(x) for x in (one, same, other)]
+  assert digests[0] == digests[1] != digests[2]
+  # A column of other values is shown as it is.
+  assert image_parts.shown("image", [1, "data:x", "a.png"]) == [1, "data URI", "a.png"]
 
 
 def test_images_in_data_uris_do_not_count_as_text():

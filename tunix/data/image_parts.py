@@ -134,9 +134,10 @@ def named(value: Any) -> Any:
 
 
 def shown(column: str, value: Any) -> Any:
-  """Returns a value of a column; images are their names."""
-  is_images = column in COLUMNS and isinstance(value, list)
-  return [*map(name, value)] if is_images else named(value)
+  """Returns a value of a column; images are their names, other values unchanged."""
+  if column not in COLUMNS or not isinstance(value, list):
+    return named(value)
+  return [name(x) if isinstance(x, str | bytes) else x for x in value]
 
 
 def surrounded(parts: Sequence[Part], before: str, after: str) -> list[Part]:
