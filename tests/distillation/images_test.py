@@ -170,6 +170,12 @@ def test_the_student_writes_about_images_and_the_teacher_sees_them(name, tmp_pat
     np.testing.assert_allclose(many[path], leaf, rtol=0, atol=1e-6, err_msg=path)
   dark = jax.tree.map(lambda x: -x if x.dtype == np.float32 else x, batch["images"])
   assert abs(step({**batch, "images": dark})[0] - whole) > 1e-4
+  # Of given completions, only the rows that are trained have the images.
+  given = [
+    on_policy(name, folder, teacher, on_policy_fraction=0.0).train_step(x)
+    for x in (batch, {**batch, "images": dark})
+  ]
+  assert abs(float(given[0]) - float(given[1])) > 1e-4
   short = {**batch, "images": jax.tree.map(lambda x: x[:3], batch["images"])}
   with pytest.raises(ValueError, match=r"images have \[3\] rows; expected 4"):
     step(short)
