@@ -17,7 +17,12 @@ PAIRS = {
   "preference__max_prompt_length": 32,
   "preference__max_response_length": 16,
 }
-RL = {**SHORT, "data__max_length": None, "reward__functions": "[exact_match]"}
+RL = {
+  **SHORT,
+  "data__max_length": None,
+  "reward__functions": "[exact_match]",
+  "rl__bucketed_lengths": False,  # all widths are shipped
+}
 JOBS = {
   "sft": {"training__eval_every_n_steps": 1},
   "dpo": {**PAIRS, "lora__rank": 2},

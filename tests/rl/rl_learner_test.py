@@ -123,7 +123,6 @@ def close(a, b, tolerance=2e-5):
       "compute_logps_micro_batch_size": 2,
       "rollout_micro_batch_size": 2,
     },
-    {"bucketed_lengths": True},
     {"algorithm": {"shared_prompt": False}},
     {"algorithm": {"exact_tile_rows": 4}},
   ],

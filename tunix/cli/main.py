@@ -191,7 +191,11 @@ def _with_remedy(error: Exception) -> str:
     return f"{text}: make room and run the same command again"
   if "RESOURCE_EXHAUSTED" in text:
     first = text.splitlines()[0]
-    return f"{first}: lower training.micro_batch_size or data.max_length, or use remat"
+    return (
+      f"{first}: lower training.micro_batch_size (of RL: rl.train_micro_batch_size) or "
+      "the longest rows (data.max_length; rollout.max_tokens_to_generate), or set "
+      "model.remat=block"
+    )
   return text
 
 

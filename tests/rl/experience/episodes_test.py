@@ -77,16 +77,24 @@ def test_a_row_has_what_was_drawn_and_what_was_observed(trained):
         drawn += [False, False]
     count = len(ids)
     assert rollouts.completion_ids[row, :count].tolist() == ids
-    assert rollouts.completion_mask[row].tolist() == [
-      *drawn,
-      *[False] * (24 - count),
-    ]
+    # Of 24 tokens at most; the longest row has at most 16, a power of two.
+    mask = [*drawn, *[False] * (rollouts.completion_mask.shape[1] - count)]
+    assert rollouts.completion_mask[row].tolist() == mask
     rewards = rollouts.turn_rewards[row]
     assert (
       rewards.sum() == episode.reward == sum(t.action[0] % 2 for t in episode.turns)
     )
     ends = np.flatnonzero(rewards)
-    assert set(ends) <= {i for i in range(24) if rollouts.completion_mask[row, i]}
+    assert set(ends) <= set(np.flatnonzero(rollouts.completion_mask[row]))
+
+
+def test_rows_are_as_wide_as_the_longest_of_a_batch(trained):
+  whole = learner(toy_envs.Echo, {"max_turns": 3}, bucketed_lengths=False)
+  whole.train(clusters.prompts(1))
+  shapes = [x.seen[0].completion_ids.shape for x in (trained, whole)]
+  assert shapes == [(16, 16), (16, 24)]  # a power of two; max_tokens
+  for a, b in zip(weights(trained), weights(whole), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_log_probs_are_those_of_the_trainer(trained):

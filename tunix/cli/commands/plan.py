@@ -201,6 +201,11 @@ def _plan(
     if ship is not None:
       batches = _example(config, image_tokens), *job.shorter(config)
       message = _ship(ship, cache, trainer, grid, batches, records, out.fits, key)
+      if isinstance(config, RLRun) and config.rl.bucketed_lengths:
+        message += (
+          "; not those of batches with shorter completions, which compile in the run. "
+          "rl.bucketed_lengths=false pads all to one length"
+        )
       out = dataclasses.replace(out, shipped=message)
   if not fit:
     return out
