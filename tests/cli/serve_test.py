@@ -15,6 +15,7 @@ import pytest
 
 from tests import forks, toys, toys_text
 from tests.cli import runs
+from tests.generate.engine import mtp_test
 from tunix.cli.commands import serve
 from tunix.cli.commands.planning import serve as plan_serve
 from tunix.cli.make import model_folders
@@ -267,6 +268,19 @@ def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
     assert one.engine._drafts.sources == ("none", "lookup", "model")
     assert one.engine.config.draft_tokens == (2 if "--draft_tokens" in words else 4)
   assert len(drivers) == (2 if "--replicas" in words else 1)
+
+
+def test_the_layer_for_further_tokens_reaches_the_engine(tmp_path, monkeypatch):
+  mtp_test.made("glm4_moe_lite", tmp_path)
+  folder, served = tmp_path / "glm4_moe_lite", []
+  toys_text.chat_tokenizer("chatml").save(folder)
+  monkeypatch.setattr(Engine, "warm_up", lambda self, **_: None)
+  take = lambda driver, *_, **__: served.append(driver)
+  monkeypatch.setattr(serve.server, "serve", take)
+  assert not runs.tunix("serve", folder, "--draft_model", "mtp")
+  [driver] = served
+  assert driver.engine._drafts.sources == ("model",)
+  assert driver.engine.config.draft_tokens == 1
 
 
 def test_kernels_in_eight_bits_reach_the_engine_and_the_plan(folder, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.params import DECODER, HARMLESS, NameTable
+from tunix.models.transformer.params import DECODER, HARMLESS, MTPNames, NameTable
 
 Preset = Callable[..., TransformerConfig]
 
@@ -42,6 +42,8 @@ class Family:
       to a preset, where `naming` cannot derive the preset from the name.
     text_only: for a family of images and text, the family that loads the text model of
       the same folders without the tower; None for a family of text.
+    mtp: names of the layer that predicts further tokens; None: there is none. A model
+      is loaded and saved without this layer, which can draft its tokens.
   """
 
   name: str
@@ -57,6 +59,7 @@ class Family:
   module_key: Callable[[str], str] = lambda key: key
   hub_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
   text_only: Family | None = None
+  mtp: MTPNames | None = None
 
 
 def presets_of(config_class: type, *prefixes: str) -> dict[str, Preset]:

@@ -133,6 +133,8 @@ def _check_extra(extra: Iterable[str], config: object, family: Family) -> None:
     # Some writers store a tied embedding table twice. As in transformers, the copy is
     # ignored.
     harmless.append(re.escape(family.names["lm_head.kernel"].key))
+  if family.mtp is not None and isinstance(config, TransformerConfig):
+    harmless.append(re.escape(family.mtp.of(config.num_layers).prefix) + ".*")
   unknown = sorted(
     key for key in extra if not any(re.fullmatch(p, key) for p in harmless)
   )

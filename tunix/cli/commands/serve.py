@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from flax import nnx
@@ -17,7 +17,7 @@ from tunix.cli.settings.export import Dtype
 from tunix.cli.settings.options import Section, Values
 from tunix.data.images import ImageReader
 from tunix.generate.decoders import decoders
-from tunix.generate.engine import replicas
+from tunix.generate.engine import mtp, replicas
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
@@ -32,6 +32,8 @@ from tunix.utils import checks, mesh as mesh_lib, optional, terminal
 from tunix.utils.setting import setting
 
 _MODEL_DRAFTS = 4  # tokens that a draft model proposes in a round
+_MTP = "mtp"  # as --draft_model: the model's own layer for further tokens
+_MTP_DRAFTS = 1  # the number of tokens that such a layer was trained to predict
 _ADAPTER_RANKS = 64
 _TINKER = "tinker_"
 
@@ -51,7 +53,8 @@ class ServeOptions:
       requests with images are refused.
     replicas: engines, each on its own devices.
     tp: devices that split the weights of a replica.
-    draft_model: small model with the same tokenizer, whose tokens the model checks.
+    draft_model: small model with the same tokenizer, whose tokens the model checks; or
+      mtp, the layer for further tokens that the model's folder has.
     tinker: serves the Tinker training API under /api/v1.
   """
 
@@ -135,7 +138,13 @@ def main(argv: Sequence[str]) -> None:
 
   model = load(folder, own)
   config = _within_positions(config, values, model)
-  driver, engine = _driver_of(args, model, tokenizer, config, meshes, load)
+  draft = None
+  if args.draft_model == _MTP:
+    with mesh_lib.use_mesh(meshes[0] if meshes else None):
+      draft = mtp.from_pretrained(folder, dtype=args.dtype)
+  elif args.draft_model is not None:
+    draft = load(*run_folder.export_of(args.draft_model, None))
+  driver, engine = _driver_of(model, tokenizer, config, meshes, draft)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   size = f"for {terminal.counted(config.slots, 'slot')} of {config.max_tokens} tokens"
@@ -171,17 +180,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _driver_of(
-  args: ServeOptions,
   model: Transformer,
   tokenizer: TokenizerAdapter,
   config: EngineConfig,
   meshes: Sequence[Any] | None,
-  load: Callable[..., Any],
+  draft: Transformer | None,
 ) -> tuple[Any, Any]:
   """Returns the driver of the model, and what loads adapters and compiles."""
-  draft = None
-  if args.draft_model is not None:
-    draft = load(*run_folder.export_of(args.draft_model, None))
   if meshes:
     replicated = Replicas.of_model(model, tokenizer, config, meshes, draft)
     return replicated, replicated
@@ -217,9 +222,10 @@ def _tinker_settings(values: Values) -> TinkerSettings | None:
 
 def _config(values: Values) -> EngineConfig:
   args = values.build(ServeOptions)
+  drafts = {None: 0, _MTP: _MTP_DRAFTS}.get(args.draft_model, _MODEL_DRAFTS)
   return values.build(
     EngineConfig,
-    draft_tokens=0 if args.draft_model is None else _MODEL_DRAFTS,
+    draft_tokens=drafts,
     adapter_ranks=_ADAPTER_RANKS * (bool(args.adapter) + args.tinker),
   )
 
@@ -287,7 +293,9 @@ def parser(
   """Returns the parser of the arguments; `more` are sections of another command."""
   engine = {
     "max_tokens": f"{EngineConfig.max_tokens}, or the positions of the model",
-    "draft_tokens": f"{_MODEL_DRAFTS} with --draft_model, else 0",
+    "draft_tokens": (
+      f"{_MODEL_DRAFTS} with --draft_model, {_MTP_DRAFTS} with {_MTP}, else 0"
+    ),
     "adapter_ranks": f"{_ADAPTER_RANKS} for --adapter, and as many for --tinker",
   }
   name, tokens = (

@@ -26,6 +26,7 @@ from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.cache import slot_state
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.mtp import MTPLayer
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
 from tunix.generate.engine.run import (
   arrival,
@@ -62,9 +63,10 @@ class Engine:
     tokenizer: any object that TokenizerAdapter wraps.
     config: sizes of the engine.
     gather_weights: layout of sharded weights, see `Sampler`.
-    draft_model: a small `Transformer` with the same vocabulary, on the same mesh. It
-      needs `EngineConfig.draft_tokens`. `model` checks every draft, so drafts never
-      change the tokens of a completion. None: drafts come from prompt lookup only.
+    draft_model: a small `Transformer` with the same vocabulary, on the same mesh, or
+      the model's own layer for further tokens (`tunix.generate.engine.mtp`). It needs
+      `EngineConfig.draft_tokens`. `model` checks every draft, so drafts never change
+      the tokens of a completion. None: drafts come from prompt lookup only.
 
   Attributes:
     tokenizer: the adapter.
@@ -100,7 +102,9 @@ class Engine:
     self._scheduler = Scheduler(sizes, windows)
     ratio = None if draft_model is None else draft_lib.size_ratio(draft_model, model)
     is_alone = jax.process_count() == 1
-    self._drafts = DraftPolicy(self.config.draft_tokens, is_alone, ratio)
+    always = isinstance(draft_model, MTPLayer)
+    drafts = self.config.draft_tokens
+    self._drafts = DraftPolicy(drafts, is_alone, ratio, always_model=always)
     self._launches = Launches(
       self.config,
       self._device,

@@ -15,7 +15,6 @@ from tunix.models.transformer.hf import (
   mla as hf_mla,
   values as hf_values,
 )
-from tunix.models.transformer.params import HARMLESS
 from tunix.utils import checks
 
 # transformers' values of absent fields.
@@ -77,8 +76,7 @@ FAMILY = Family(
   names=hf_mla.NAMES,
   config_from_hf=config_from_hf,
   config_to_hf=config_to_hf,
-  # The published checkpoint's layer 61 predicts further tokens (MTP).
-  harmless=(*HARMLESS, r"model\.layers\.61\..*"),
+  mtp=hf_mla.MTP,
   presets=presets_of(ModelConfig),
   hub_names=dict.fromkeys(
     ("deepseek-v3", "deepseek-v3-base", "deepseek-v3-0324", "deepseek-r1"),

@@ -15,7 +15,6 @@ from tunix.models.transformer.hf import (
   mla as hf_mla,
   values as hf_values,
 )
-from tunix.models.transformer.params import HARMLESS
 
 # transformers' values of absent fields.
 _DEFAULTS = {
@@ -78,8 +77,7 @@ FAMILY = Family(
   names=hf_mla.NAMES,
   config_from_hf=config_from_hf,
   config_to_hf=config_to_hf,
-  # The published checkpoint's layer 47 predicts further tokens (MTP).
-  harmless=(*HARMLESS, r"model\.layers\.47\..*"),
+  mtp=hf_mla.MTP,
   presets=presets_of(ModelConfig),
   hub_names={"glm-4.7-flash": "glm4p7_flash"},
 )

@@ -22,7 +22,13 @@ from tunix.models.transformer.config import (
 )
 from tunix.models.transformer.hf import config as hf_config, rope as hf_rope
 from tunix.models.transformer.hf.values import integer, layers, number
-from tunix.models.transformer.params import DECODER, HARMLESS, HfName, NameTable
+from tunix.models.transformer.params import (
+  DECODER,
+  HARMLESS,
+  HfName,
+  MTPNames,
+  NameTable,
+)
 
 # transformers' values of absent fields.
 _DEFAULTS = {
@@ -62,8 +68,16 @@ NAMES: NameTable = {
 }
 
 
-# Layers that predict further tokens, and the tower of images.
-IGNORED = (*HARMLESS, r"mtp\..*", r"model\.visual\..*")
+MTP = MTPNames(
+  count="mtp_num_hidden_layers",
+  prefix="mtp.",
+  layer="mtp.layers.0.",
+  embed_norm="mtp.pre_fc_norm_embedding",
+  hidden_norm="mtp.pre_fc_norm_hidden",
+  join="mtp.fc",
+  norm="mtp.norm",
+)
+IGNORED = (*HARMLESS, r"model\.visual\..*")  # the tower of images
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
@@ -213,6 +227,7 @@ FAMILY = Family(
   config_to_hf=config_to_hf,
   canonical_key=canonical_key,
   harmless=IGNORED,
+  mtp=MTP,
   presets=presets_of(ModelConfig),
   hub_names={"qwen3.6-27b": "qwen3p5_27b"},
 )

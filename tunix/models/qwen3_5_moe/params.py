@@ -112,6 +112,7 @@ FAMILY = Family(
   config_to_hf=config_to_hf,
   canonical_key=qwen3_5.canonical_key,
   harmless=qwen3_5.IGNORED,
+  mtp=qwen3_5.MTP,
   presets=presets_of(ModelConfig),
   hub_names={"qwen3.6-35b-a3b": "qwen3p5_35b_a3b"},
 )

@@ -89,6 +89,35 @@ HARMLESS = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPNames:
+  """Tensor names of a layer for further tokens (MTP), see `generate.engine.mtp`.
+
+  `{n}` stands for the number of the model's layers.
+
+  Attributes:
+    count: field of `config.json` with the number of such layers.
+    prefix: beginning of the names of all its tensors.
+    layer: beginning of the names of its decoder layer.
+    embed_norm, hidden_norm: norms of the embedding and of the hidden state.
+    join: linear map from both, in this order, to the input of the layer.
+    norm: norm of the layer's output.
+  """
+
+  count: str
+  prefix: str
+  layer: str
+  embed_norm: str
+  hidden_norm: str
+  join: str
+  norm: str
+
+  def of(self, layers: int) -> MTPNames:
+    """Returns the names in a checkpoint with so many layers."""
+    named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return MTPNames(**{k: v.replace("{n}", str(layers)) for k, v in named.items()})
+
+
 def axes_of(ndim: int) -> tuple[int, ...]:
   """Returns the order of a transposed tensor's axes; it is its own inverse.
 

@@ -7,9 +7,14 @@ prefix of another request. The samples of one request are prefilled once, and ea
 them gets a copy of the state after the prompt. A completion that loses its slot is
 computed again from its first token.
 
-A mixer with a state needs two things. Its method `empty_state(rows)` returns the state
-of `rows` new rows, a tree of arrays [rows, ...]. If the call has a cache, the mixer
-passes its tokens to `recur` of the layer's cache.
+A mixer with a state needs three things. Its method `empty_state(rows)` returns the
+state of `rows` new rows, a tree of arrays [rows, ...]. If the call has a cache, the
+mixer passes its tokens to `recur` of the layer's cache. Its method `advanced` runs the
+same inputs again.
+
+A round with drafts runs several tokens of a slot before it is known which of them
+count. The states then stay as they were, and `SlotStore.settled` runs the inputs of the
+tokens that count from them once more. The projections are not computed again.
 """
 
 from __future__ import annotations
@@ -46,10 +51,13 @@ class SlotLayer:
   Attributes:
     state: a tree of arrays [B, ...], the state of each slot.
     places: where the tokens of the call are.
+    unsettled: inputs [B, width, ...] of the slots' tokens that the state does not
+      contain yet; None: it contains all.
   """
 
   state: State
   places: Places
+  unsettled: Any = None
 
   def recur(self, step: Step, inputs: object) -> tuple[Any, SlotLayer]:
     """Runs the tokens of a call, each row from the state of its slot.
@@ -63,14 +71,20 @@ class SlotLayer:
     """
     p = self.places
     slots = jax.tree.leaves(self.state)[0].shape[0]
-    # A rejected draft would need the earlier state, so the engine refuses drafts.
-    assert p.width <= 1
     own, is_valid, state, parts = slots * p.width, p.slots < slots, self.state, []
+    unsettled = None
     if p.width:
-      tokens = jax.tree.map(lambda x: x[:own], inputs)
-      out, new = step(state, tokens, is_valid[:own, None])
-      state = _select_rows(is_valid[:own], new, state)
-      parts.append(out)
+
+      def by_slot(x):
+        return x[:own].reshape(slots, p.width, *x.shape[2:])
+
+      tokens = jax.tree.map(by_slot, inputs)
+      out, new = step(state, tokens, is_valid[:own].reshape(slots, p.width))
+      parts.append(jax.tree.map(lambda x: x.reshape(own, 1, *x.shape[2:]), out))
+      if p.width == 1:
+        state = _select_rows(is_valid[:own], new, state)
+      else:
+        unsettled = tokens
     blocks = p.block_slots.shape[0]
     if blocks:
 
@@ -88,7 +102,7 @@ class SlotLayer:
       state, out = jax.lax.scan(run, state, each)
       parts.append(jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[3:]), out))
     out = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return out, dataclasses.replace(self, state=state)
+    return out, dataclasses.replace(self, state=state, unsettled=unsettled)
 
 
 def _run_block(step: Step, state: State, inputs, slot, start, is_valid):
@@ -124,11 +138,13 @@ class SlotCache:
     inner: the cache of the other layers.
     states: the state of each layer; None for layers without one.
     places: where the tokens of the call are.
+    unsettled: see `SlotLayer`, for each layer; () before the call.
   """
 
   inner: Any
   states: tuple[State, ...]
   places: Places
+  unsettled: tuple[Any, ...] = ()
 
   index = 0  # positions are given, see `Places`
 
@@ -151,7 +167,8 @@ class SlotCache:
       for number, own in enumerate(has_state)
     ]
     inner = self.inner.replaced(rest, tokens)
-    return dataclasses.replace(self, inner=inner, states=states)
+    left = tuple(x.unsettled if own else None for x, own in zip(layers, has_state))
+    return dataclasses.replace(self, inner=inner, states=states, unsettled=left)
 
 
 @jax.tree_util.register_dataclass
@@ -161,11 +178,12 @@ class SlotStore:
 
   Attributes:
     inner: pages, or rows and pages.
-    states: see `SlotCache`.
+    states, unsettled: see `SlotCache`. Between launches nothing is unsettled.
   """
 
   inner: Any
   states: tuple[State, ...]
+  unsettled: tuple[Any, ...] = ()
 
   def at(self, places: Places) -> SlotCache:
     """Returns the cache of a call of the model."""
@@ -173,7 +191,10 @@ class SlotStore:
 
   def after(self, cache: SlotCache) -> SlotStore:
     """Returns the store with the cache that a call of the model returned."""
-    return SlotStore(self.inner.after(cache.inner), cache.states)
+    inner = self.inner.after(cache.inner)
+    left = cache.unsettled
+    has_left = any(x is not None for x in left)
+    return SlotStore(inner, cache.states, left if has_left else ())
 
   def forked(self, sources: Int[Array, "B"]) -> SlotStore:
     """Returns the store in which each slot has the state of its source."""
@@ -184,6 +205,25 @@ class SlotStore:
 
     states = jax.lax.cond(is_forked, copy, lambda states: states, self.states)
     return SlotStore(self.inner.forked(sources), states)
+
+  def settled(self, model: Any, counts: Int[Array, "B"]) -> SlotStore:
+    """Returns the store whose states contain the first tokens of a round with drafts.
+
+    Args:
+      model: the model, with one module for each layer.
+      counts: number of tokens of each slot that count.
+    """
+    if not self.unsettled:
+      return self
+    states = []
+    for layer, state, inputs in zip(model.layer_modules(), self.states, self.unsettled):
+      if inputs is not None:
+        width = jax.tree.leaves(inputs)[0].shape[1]
+        is_valid = jnp.arange(width) < counts[:, None]
+        new = layer.attn.advanced(state, inputs, is_valid)
+        state = _select_rows(counts > 0, new, state)
+      states.append(state)
+    return SlotStore(self.inner.settled(model, counts), tuple(states))
 
 
 def makers_of(model: Transformer) -> tuple[Maker | None, ...]:
@@ -202,14 +242,23 @@ def scheduler_config(config: EngineConfig, model: Transformer) -> EngineConfig:
   `prefix_cache` is False if the model has recurrent layers.
 
   Raises:
-    ValueError: the model has recurrent layers, and the engine has drafts.
+    ValueError: the engine has drafts, and a mixer with a state cannot run its inputs
+      again.
   """
   if not any(makers_of(model)):
     return config
-  if config.draft_tokens:
+  mixers = [layer.attn for layer in model.layer_modules()]
+  if config.draft_tokens and (
+    lacking := [
+      type(x).__name__
+      for x in mixers
+      if hasattr(x, "empty_state") and not hasattr(x, "advanced")
+    ]
+  ):
     raise ValueError(
-      f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
-      "layers, whose state a wrong draft would change. Set draft_tokens to 0"
+      f"draft_tokens is {config.draft_tokens} and the mixer {lacking[0]} has no method "
+      "`advanced`, which runs the inputs of accepted drafts again; expected 0. Write "
+      "the method, or set draft_tokens to 0"
     )
   return dataclasses.replace(config, prefix_cache=False)
 

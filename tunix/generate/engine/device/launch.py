@@ -33,7 +33,7 @@ from tunix.generate.engine.device import (
   rounds as rounds_lib,
   token_sampling,
 )
-from tunix.generate.engine.device.draft_rounds import Draft
+from tunix.generate.engine.device.draft_rounds import Draft, Seen
 from tunix.generate.engine.device.rounds import Bank
 from tunix.generate.engine.device.state import (
   Blocks,
@@ -79,15 +79,24 @@ def mixed(
     number, carry, scores = loop
     slots, store, out, draft_store = carry
     here = rounds_lib.round_of(blocks, number)
-    if draft is not None:
-      draft_store = draft_rounds.run_along(draft, draft_store, slots, here)
     model = nnx.merge(graph, state)
-    store, ran, one = rounds_lib.run_model(model, bank, slots, store, here, rules, tops)
+    reads_hidden = isinstance(draft_store, Seen)
+    store, ran, one = rounds_lib.run_model(
+      model, bank, slots, store, here, rules, tops, keeps_hidden=reads_hidden
+    )
+    if draft is not None:
+      draft_store = draft_rounds.run_along(draft, draft_store, slots, here, ran)
     has_drawn = slots.active | (here.draws >= 0)
     slots, out = rounds_lib.draw(slots, out, rules, ran, here, None)
     if draft is not None:
       drafted = jnp.where(has_drawn, slots.position, slots.drafted)
       slots = dataclasses.replace(slots, drafted=drafted)
+    if isinstance(draft_store, Seen):
+      assert ran.drawn_from is not None
+      draft_store = draft_rounds.seen_blocks(draft_store, here, ran)
+      draft_store = draft_store.next(
+        has_drawn, ran.drawn_from[:, None], slots.position - 1
+      )
     scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
     return number + 1, Round(slots, store, out, draft_store), scores
 
@@ -189,10 +198,16 @@ def decode(
       proposed = prompt_lookup.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     model = nnx.merge(graph, state)
-    store, chosen, flags = _run_drafts(model, bank, carry, rules, tokens)
+    store, hidden, chosen, flags = _run_drafts(model, bank, carry, rules, tokens)
     started, before = slots, out
     slots, out = _emit_right_ones(slots, out, tokens, chosen, *flags)
-    if draft is not None:  # keys of tokens that were drawn, not of wrong drafts
+    counts = jnp.where(started.active, slots.position - started.position, 0)
+    store = store.settled(model, counts)
+    if isinstance(draft_store, Seen):
+      # The keys of accepted drafts came from the draft model's own hidden states.
+      slots = dataclasses.replace(slots, drafted=started.position + 1)
+      draft_store = draft_store.next(started.active, hidden, started.position)
+    elif draft is not None:  # keys of tokens that were drawn, not of wrong drafts
       drafted = jnp.minimum(started.position + draft_tokens, slots.position)
       slots = dataclasses.replace(slots, drafted=drafted)
     elif not draft_tokens and slots.history.shape[1]:
@@ -217,7 +232,7 @@ def decode(
 
 def _run_drafts(
   model: nnx.Module, bank: Bank | None, carry: Round, rules: Rules, tokens: jax.Array
-) -> tuple[Any, DrawnTokens, tuple[jax.Array, jax.Array]]:
+) -> tuple[Any, jax.Array, DrawnTokens, tuple[jax.Array, jax.Array]]:
   """Runs the last token and the drafts of each slot, and draws the token after each.
 
   Args:
@@ -226,8 +241,9 @@ def _run_drafts(
     tokens: int32 [B, 1 + D], the last token and the drafts of each slot.
 
   Returns:
-    The cache, the drawn tokens [B, 1 + D], and two bool [B, 1 + D]: `is_finite` of
-    `token_sampling.choose`, and True for tokens that were run.
+    The cache, the hidden states [B, 1 + D, *], the drawn tokens [B, 1 + D], and two
+    bool [B, 1 + D]: `is_finite` of `token_sampling.choose`, and True for tokens that
+    were run.
   """
   slots, (batch, width) = carry.slots, tokens.shape
   positions = slots.position[:, None] + jnp.arange(width)
@@ -257,7 +273,7 @@ def _run_drafts(
     return x.reshape(batch, width, *x.shape[1:])
 
   chosen = jax.tree.map(by_slot, chosen._replace(routes=routes))
-  return store, chosen, (by_slot(is_finite), is_run)
+  return store, by_slot(hidden), chosen, (by_slot(is_finite), is_run)
 
 
 def _emit_right_ones(

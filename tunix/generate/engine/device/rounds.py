@@ -50,8 +50,15 @@ def run_model(
   here: Blocks,
   rules: Rules,
   tops: int,
+  *,
+  keeps_hidden: bool = False,
 ) -> tuple[Any, ModelOutput, PromptOut]:
-  """Returns the store, what each slot draws from, and the scores of prompts."""
+  """Returns the store, what each slot draws from, and the scores of prompts.
+
+  Args:
+    model, bank, slots, store, here, rules, tops: see `launch.mixed`.
+    keeps_hidden: the output has the hidden states.
+  """
   batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
   is_run = offsets < here.counts[:, None]
   block_slots = jnp.where(is_run, here.slots[:, None], batch)
@@ -80,6 +87,8 @@ def run_model(
   ran = ModelOutput(
     logits_of(model, hidden[picked]), None if routes is None else routes[picked]
   )
+  if keeps_hidden:
+    ran = ran._replace(hidden=hidden, drawn_from=hidden[picked])
   targets = here.targets.reshape(-1)
   scores = no_scores(targets.shape, tops)
   if "prompts" in rules.uses and targets.size:
@@ -129,10 +138,21 @@ def no_scores(
 
 
 def hidden_of(
-  model: nnx.Module, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
+  model: nnx.Module,
+  bank: Bank | None,
+  store: Any,
+  tokens: jax.Array,
+  places: Places,
+  embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-  """Returns the hidden states [T, D] of a round, and the store with its keys."""
-  return run_tokens(model, bank, store, tokens, places, records=False)[:2]
+  """Returns the hidden states [T, D] of a round, and the store with its keys.
+
+  `embeddings` [T, 1, D] replace those of the tokens.
+  """
+  out = run_tokens(
+    model, bank, store, tokens, places, records=False, embeddings=embeddings
+  )
+  return out[:2]
 
 
 def run_tokens(
@@ -145,6 +165,7 @@ def run_tokens(
   records: bool,
   vectors: Vectors | None = None,
   shift: jax.Array | None = None,
+  embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
   """Returns `hidden_of`, and the routes [T, M, k] of the tokens, or None.
 
@@ -153,12 +174,15 @@ def run_tokens(
     records: return the routes.
     vectors: vectors that replace the embeddings of the last tokens, those of blocks.
     shift: what is added to the rotary positions of the first tokens; None: nothing.
+    embeddings: see `hidden_of`.
   """
   if bank is not None:
     state, numbers = bank
     # Tokens that no slot owns have the number behind the last slot.
     model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
-  options = {} if vectors is None else _image_options(model, tokens, vectors)
+  options = {} if embeddings is None else {"input_embeddings": embeddings}
+  if vectors is not None:
+    options = _image_options(model, tokens, vectors)
   positions = places.positions
   if shift is not None:
     positions += jnp.pad(shift, (0, len(positions) - len(shift)))

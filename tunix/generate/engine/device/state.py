@@ -172,10 +172,15 @@ class ModelOutput(NamedTuple):
   Attributes:
     logits: float32 [B, V].
     routes: experts [B, M, k] of the tokens that were run; None if not recorded.
+    hidden: [T, D], hidden states of all tokens of the round, for a draft model that
+      reads them; else None.
+    drawn_from: [B, D], those that the logits come from; or None.
   """
 
   logits: jax.Array
   routes: jax.Array | None = None
+  hidden: jax.Array | None = None
+  drawn_from: jax.Array | None = None
 
 
 def empty(

@@ -74,7 +74,7 @@ class Device:
     model: Transformer,
     config: EngineConfig,
     gather_weights: GatherWeights,
-    draft_model: nnx.Module | None = None,
+    draft_model: Transformer | None = None,
   ):
     self._config = config
     self.draft: DraftModel | None = None

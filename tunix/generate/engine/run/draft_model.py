@@ -25,7 +25,8 @@ from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import draft_rounds
-from tunix.generate.engine.device.draft_rounds import Draft
+from tunix.generate.engine.device.draft_rounds import Draft, Seen
+from tunix.generate.engine.mtp import MTPLayer
 from tunix.generate.engine.scheduling import layer_groups
 from tunix.generate.engine.scheduling.pages import TRASH
 from tunix.generate.engine.scheduling.plan import Plan
@@ -47,7 +48,8 @@ def check(draft: nnx.Module, model: Transformer, config: EngineConfig) -> None:
   Raises:
     TypeError: it is not a `Transformer`.
     ValueError: it has another vocabulary or other devices, too few positions, recurrent
-      layers or wider windows; or the engine has no drafts.
+      layers or wider windows, or reads hidden states of another width; or the engine
+      has no drafts.
   """
   if not isinstance(draft, Transformer):
     raise TypeError(
@@ -66,6 +68,12 @@ def check(draft: nnx.Module, model: Transformer, config: EngineConfig) -> None:
       "a draft is a token id. Use a draft model with the same tokenizer"
     )
   _check_positions(draft, model, config)
+  if isinstance(draft, MTPLayer) and draft.config.embed_dim != model.config.embed_dim:
+    raise ValueError(
+      f"draft_model predicts further tokens (MTP) from hidden states of "
+      f"{draft.config.embed_dim} numbers, and the model's have "
+      f"{model.config.embed_dim}; expected equal numbers. Load both from one folder"
+    )
   if any(slot_state.makers_of(draft)):
     raise ValueError(
       "draft_model has recurrent layers, expected attention in all layers: a wrong "
@@ -116,7 +124,7 @@ class DraftModel:
 
   def __init__(
     self,
-    model: nnx.Module,
+    model: Transformer,
     target: Transformer,
     config: EngineConfig,
     gather_weights: GatherWeights,
@@ -130,10 +138,13 @@ class DraftModel:
     self._mesh: Mesh | None = None
     self._before: list[int] = []  # `Sequence.drafted` of the slots before the launch
     self._pages = DraftedPages(len(self._windows), config.page_tokens)
+    # `Seen.hidden` and `Seen.first` of an `MTPLayer`.
+    self.reads_hidden = isinstance(model, MTPLayer)
+    self._seen: tuple[Any, Any] | None = None
 
   def release(self) -> None:
     """Frees the cache, and the copy of weights that decoding needs."""
-    self._keeper = self._opened = None
+    self._keeper = self._opened = self._seen = None
     self._pages.clear()
 
   def skip(self, plan: Plan) -> None:
@@ -156,6 +167,8 @@ class DraftModel:
     self._before = [0 if s is None else s.drafted for s in running]
     self._mesh = mesh
     self._kept().prepare(plan, running)
+    if plan.loads and self.reads_hidden:
+      self._forget(plan.loads)
     c = self._config
     history = np.zeros((c.slots, c.max_tokens), np.int32)
     drafted, until = np.zeros((2, c.slots), np.int32)
@@ -185,11 +198,29 @@ class DraftModel:
     """Returns the cache, which a program donates; `put_store` takes it back."""
     keeper = self._kept()
     store, keeper.store = keeper.store, None
-    return store
+    if not self.reads_hidden:
+      return store
+    seen, self._seen = self._seen, None
+    if seen is None:
+      c, config = self._config, self._model.config
+      shape = c.slots, 1 + c.draft_tokens, config.embed_dim
+      seen = draft_rounds.nothing_seen(shape, config.dtype)
+    return Seen(store, *seen)
 
-  def put_store(self, store: object) -> None:
+  def put_store(self, store: Any) -> None:
     """Takes the cache after a program."""
+    if isinstance(store, Seen):
+      store, self._seen = store.store, (store.hidden, store.first)
     self._kept().store = store
+
+  def _forget(self, loads: list[Sequence]) -> None:
+    """Drops the hidden states of the slots that have new completions."""
+    is_new = np.zeros(self._config.slots, bool)
+    is_new[[s.slot for s in loads if s.slot is not None]] = True
+    seen = programs.call(
+      "engine forget", draft_rounds.forget, self.take_store(), is_new
+    )
+    self.put_store(seen)
 
   def after(self, plan: Plan, running: list[Sequence | None]) -> None:
     """Counts the keys after a launch with the draft model, and writes full pages.
@@ -224,6 +255,8 @@ class DraftModel:
     c = self._config
     none = np.zeros(c.slots, np.int32)
     self._kept().warm_up_moves()
+    if self.reads_hidden:
+      self._forget([])
     self._catch_up(np.zeros((c.slots, c.max_tokens), np.int32), none, none)
 
   def _catch_up(

@@ -38,12 +38,20 @@ class DraftPolicy:
       assumed cost. Several processes must assume it, because all must decide alike.
     size_ratio: parameters of the draft model over those of the model; None: there is no
       draft model.
+    always_model: the draft model is always used. An `MTPLayer` is: a launch without it
+      does not keep the hidden states that it needs afterwards.
   """
 
   def __init__(
-    self, draft_tokens: int, measures: bool, size_ratio: float | None = None
+    self,
+    draft_tokens: int,
+    measures: bool,
+    size_ratio: float | None = None,
+    *,
+    always_model: bool = False,
   ):
     self._drafts, self._measures = draft_tokens, measures
+    self._always_model = always_model
     self._first_costs = {"lookup": _FIRST_COST}
     if size_ratio is not None:
       self._first_costs["model"] = _FIRST_COST + draft_tokens * size_ratio
@@ -55,6 +63,8 @@ class DraftPolicy:
     """All sources that a launch can use."""
     if not self._drafts:
       return ("none",)
+    if self._always_model:
+      return ("model",)
     has_model = "model" in self._first_costs
     return ("none", "lookup", "model") if has_model else ("none", "lookup")
 
@@ -76,6 +86,8 @@ class DraftPolicy:
 
   def choose(self) -> Source:
     """Returns the source of the drafts of the next launch."""
+    if self._always_model:
+      return "model"
     if self._only is not None:
       return self._only
     best = self._best()

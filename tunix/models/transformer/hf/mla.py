@@ -15,7 +15,7 @@ from tunix.models.transformer.hf import (
   moe as hf_moe,
   values as hf_values,
 )
-from tunix.models.transformer.params import DECODER, HfName, NameTable
+from tunix.models.transformer.params import DECODER, HfName, MTPNames, NameTable
 from tunix.utils import checks
 
 # Field -> the values that the decoder supports.
@@ -40,6 +40,19 @@ NAMES: NameTable = {
     for x in ("q_a_layernorm", "kv_a_layernorm")
   },
 }
+
+
+# The layer behind the last one.
+_FURTHER = "model.layers.{n}."
+MTP = MTPNames(
+  count="num_nextn_predict_layers",
+  prefix=_FURTHER,
+  layer=_FURTHER,
+  embed_norm=f"{_FURTHER}enorm",
+  hidden_norm=f"{_FURTHER}hnorm",
+  join=f"{_FURTHER}eh_proj",
+  norm=f"{_FURTHER}shared_head.norm",
+)
 
 
 def read(hf: hf_config.HfConfig, dense_layers: Collection[int]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tunix.models.transformer.config import DeltaNetConfig, Mamba2Config
 from tunix.models.transformer.dense.layers import Linear
@@ -98,6 +98,16 @@ class RecurrentMixer(nnx.Module):
       "conv": jnp.zeros((rows, m.conv_taps - 1, m.channels), jnp.float32),
       "heads": jnp.zeros((rows, m.num_heads, *m.state_shape), jnp.float32),
     }
+
+  def advanced(self, state: Any, inputs: object, valid: Bool[Array, "B T"]) -> Any:
+    """Returns the state after the valid tokens, which come first in each row.
+
+    Args:
+      state: a tree of arrays [B, ...].
+      inputs: what `project` returned for the tokens, a tree of arrays [B, T, ...].
+      valid: the tokens that count.
+    """
+    return self._step(state, inputs, valid, None)[1]
 
   def _step(self, state, inputs, valid, starts):
     """Runs rows of tokens, see `recurrence.Step`."""
