@@ -1,12 +1,20 @@
 """Finds tasks of reasoning-gym that a model can partly do, before an hour of GRPO.
 
-    python examples/real_model/tasks.py MODEL 'chain_sum(max_terms=2, max_digits=1)' gcd
+    python examples/real_model/tasks.py --model MODEL \\
+      'chain_sum(max_terms=2, max_digits=1)' gcd
 
 prints for each call the share of completions that are right, and the share of prompts
 with both right and wrong completions. Only these prompts teach GRPO something.
+
+    python examples/real_model/tasks.py --write sums.jsonl 'chain_sum(max_terms=2)'
+
+writes tasks with their answers, from which SFT learns the form of an answer. Their seed
+is 2; the tasks above and those of grpo.yaml have 0 and 1.
 """
 
 import argparse
+import json
+import pathlib
 
 import numpy as np
 
@@ -33,14 +41,29 @@ def scores(sampler, tokenizer, call, prompts, samples, tokens):
   return np.array(rewards).reshape(prompts, samples), out.text[:samples]
 
 
+def write(file, call, count):
+  """Writes tasks with their answers as records of a prompt and a response."""
+  name, _, settings = call.removesuffix(")").partition("(")
+  source = f"reasoning_gym:{name}(size={count}, seed=2, system=None, {settings})"
+  records = data_sources.open_records(source, PROMPT_ROWS)
+  tasks = reasoning_gym.Tasks(**json.loads(records[0]["task"]))
+  answers = [tasks.entry(i)["answer"] for i in range(count)]
+  pairs = zip(records, answers, strict=True)
+  rows = [{"prompt": row["prompt"], "response": answer} for row, answer in pairs]
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("model")
   parser.add_argument("calls", nargs="+")
+  parser.add_argument("--model")
+  parser.add_argument("--write", type=pathlib.Path, help="file for tasks and answers")
   parser.add_argument("--prompts", type=int, default=8)
   parser.add_argument("--samples", type=int, default=4)
   parser.add_argument("--tokens", type=int, default=16)
   args = parser.parse_args()
+  if args.write is not None:
+    return write(args.write, args.calls[0], args.prompts)
   tokenizer = TokenizerAdapter.from_pretrained(args.model)
   sampler = Sampler(AutoModel.from_pretrained(args.model, dtype="float32"), tokenizer)
   sizes = args.prompts, args.samples, args.tokens
