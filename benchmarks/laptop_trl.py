@@ -1,11 +1,11 @@
 """The jobs of docs/guides/laptop.md by TRL: the same data, steps and learning rates.
 
-  PYTHON_WITH_TRL benchmarks/laptop_trl.py sft --model SMOLLM2 --data tickets/train.jsonl
-  PYTHON_WITH_TRL benchmarks/laptop_trl.py dpo --model SMOLLM2 --data pairs/train.jsonl
-  PYTHON_WITH_TRL benchmarks/laptop_trl.py grpo --model WARM --data sums_1000.jsonl
+  python benchmarks/laptop_trl.py sft --model SMOLLM2 --data tickets/train.jsonl --out A
+  python benchmarks/laptop_trl.py dpo --model SMOLLM2 --data pairs/train.jsonl --out B
+  python benchmarks/laptop_trl.py grpo --model sums/export --data sums_1000.jsonl --out C
 
-writes the adapter to `--out`, which `tunix eval --adapter` measures, and prints the CPU
-seconds and the memory. The records of grpo have a prompt and the right `answer`; a
+This needs TRL and PEFT. It writes the adapter, which `tunix eval --adapter` measures,
+and prints the CPU seconds and the memory. The records of grpo have a prompt and the right `answer`; a
 completion is right if it is the answer. Settings that examples/real_model does not name
 have TRL's defaults.
 """
