@@ -1,13 +1,13 @@
 """The jobs of docs/guides/laptop.md by TRL: the same data, steps and learning rates.
 
-  python benchmarks/laptop_trl.py sft --model SMOLLM2 --data tickets/train.jsonl --out A
-  python benchmarks/laptop_trl.py dpo --model SMOLLM2 --data pairs/train.jsonl --out B
-  python benchmarks/laptop_trl.py grpo --model sums/export --data sums_1000.jsonl --out C
+  python benchmarks/laptop_trl.py sft --model SMOLLM2 --data tickets/train.jsonl
+  python benchmarks/laptop_trl.py dpo --model SMOLLM2 --data pairs/train.jsonl
+  python benchmarks/laptop_trl.py grpo --model sums/export --data sums_1000.jsonl
 
-This needs TRL and PEFT. It writes the adapter, which `tunix eval --adapter` measures,
-and prints the CPU seconds and the memory. The records of grpo have a prompt and the right `answer`; a
-completion is right if it is the answer. Settings that examples/real_model does not name
-have TRL's defaults.
+This needs TRL and PEFT. It writes the adapter to `--out`, which `tunix eval --adapter`
+measures, and prints the CPU seconds and the memory. The records of grpo have a prompt
+and the right `answer`; a completion is right if it is the answer. Settings that
+examples/real_model does not name have TRL's defaults.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main():
   parser.add_argument("job", choices=STEPS)
   parser.add_argument("--model", required=True)
   parser.add_argument("--data", required=True)
-  parser.add_argument("--out", required=True)
+  parser.add_argument("--out", default="trl")
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args()
   began = time.time()

@@ -62,8 +62,10 @@ def main():
   parser.add_argument("--samples", type=int, default=4)
   parser.add_argument("--tokens", type=int, default=16)
   args = parser.parse_args()
-  if args.write is not None:
+  if args.write is not None and len(args.calls) == 1:
     return write(args.write, args.calls[0], args.prompts)
+  if args.write is not None or args.model is None:
+    parser.error("give --model MODEL and tasks, or --write FILE and one task")
   tokenizer = TokenizerAdapter.from_pretrained(args.model)
   sampler = Sampler(AutoModel.from_pretrained(args.model, dtype="float32"), tokenizer)
   sizes = args.prompts, args.samples, args.tokens

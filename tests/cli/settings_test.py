@@ -554,6 +554,9 @@ def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
   former = former_lib.restore(load(), written)
   assert former.algorithm.num_generations == 2
   assert former.training.learning_rate == 2e-4
+  written["rl"]["bucketed_lengths"] = False
+  assert not former_lib.restore(load(), written).rl.bucketed_lengths
+  del written["rl"]
   assert former.optimizer.decay_targets == (".*",)
   written["algorithm"]["num_generations"] = None  # as older versions wrote it
   assert former_lib.restore(load(), written).algorithm.num_generations == 2

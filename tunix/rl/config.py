@@ -43,14 +43,15 @@ class PromptSizes:
     bucketed_lengths: if True, a batch is padded to the smallest power of two (at least
       16) that holds its longest prompt and its longest completion, instead of to the
       limits. Short completions then cost less; each new pair of lengths compiles one
-      more program. False needs the same memory in every step.
+      more program. False needs the same memory in every step. The limits hold with
+      `exact_tile_rows` and on meshes that split tokens (`cp`), too.
   """
 
   mini_batch_size: int | None = None
   train_micro_batch_size: int | None = None
   rollout_micro_batch_size: int | None = setting(None, may_change=True)
   compute_logps_micro_batch_size: int | None = None
-  bucketed_lengths: bool = setting(True, may_change=True)
+  bucketed_lengths: bool = True
 
   def __post_init__(self):
     checks.fields(

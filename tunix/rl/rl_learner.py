@@ -117,7 +117,10 @@ class RLLearner(BaseTrainer):
         f"observation_weight is {algo_config.observation_weight} and env is None, so "
         "no environment writes observations: give env, or set observation_weight to 0"
       )
-    source = None if env is None else Episodes(rl_cluster, env, episodes)
+    bucketed = setup.buckets_lengths(rl_cluster, algo_config)
+    source = None
+    if env is not None:
+      source = Episodes(rl_cluster, env, episodes, bucketed=bucketed)
     self._experience = Experience(
       rl_cluster, algo_config, reward_fns, metric_fns, source
     )

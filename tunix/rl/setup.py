@@ -66,6 +66,20 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   return can if config.shared_prompt is None else config.shared_prompt
 
 
+def buckets_lengths(cluster: RLCluster, config: AlgorithmConfig) -> bool:
+  """Returns True if batches are padded to less than the limits of their rows.
+
+  `exact_tile_rows` promises bits that do not depend on other rows. A mesh axis that
+  splits tokens must divide the widths, which is checked for the limits.
+  """
+  sizes = cluster.cluster_config.training_config
+  mesh = mesh_lib.mesh_of(nnx.state(cluster.actor))
+  rules = getattr(getattr(cluster.actor, "config", None), "sharding", None)
+  axis = getattr(rules, "cp", None)
+  splits_tokens = mesh is not None and mesh.shape.get(axis, 1) > 1
+  return sizes.bucketed_lengths and config.exact_tile_rows is None and not splits_tokens
+
+
 def check_exploring(rollout: RolloutConfig) -> None:
   """Checks that the rollouts of training are sampled, not greedy.
 

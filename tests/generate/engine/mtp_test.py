@@ -220,12 +220,51 @@ def test_no_token_changes(name, source, root):
   assert stats.model_draft_tokens == drafts
 
 
-def test_what_has_no_such_layer_is_refused(root):
+def test_samples_of_a_request_and_constraints_leave_true_hidden_states(root):
+  """What the layer reads next is what the model has at these tokens, or unknown."""
+  folder, *_ = made("glm4_moe_lite", root)
+  model = AutoModel.from_pretrained(folder, dtype="float32")
+  vocab = model.config.vocab_size
+  config = EngineConfig(**SIZES, draft_tokens=1)
+  draft = mtp.from_pretrained(folder, dtype="float32")
+  engine = Engine(model, toy_ids.Ids(), config, draft_model=draft)
+  rules = {"temperature": 1.0, "num_samples": 3}
+  engine.submit(ask(np.arange(1, 23), 20, **rules), streams=False)
+  bound = ask(np.arange(3, 10), 4, constraint=Even(vocab))
+  seen, late = 0, False
+  while engine.step():
+    kept, running = engine._device.draft._seen, engine._scheduler.running
+    for slot, s in enumerate(running if kept is not None else ()):
+      first = int(kept[1][slot])
+      if s is None or not s.is_decoding:
+        continue
+      if first < 0:  # constraints leave hidden states out
+        assert late
+        continue
+      tokens = np.asarray(s.known)[None, : s.computed]
+      hidden = model(tokens, return_hidden=True)[0][0, first:]
+      found = np.asarray(kept[0][slot, : len(hidden)])
+      np.testing.assert_allclose(found[: len(hidden)], hidden[: len(found)], atol=1e-4)
+      seen += 1
+    if seen > 6 and not late:
+      engine.submit(bound, streams=False)
+      late = True
+  assert seen > 9 and late
+
+
+def test_what_has_no_such_layer_is_refused(root, tmp_path):
   folder, *_ = made("qwen3_5", root)
   with pytest.raises(ValueError, match="family 'qwen3', which has no layer that"):
     mtp.from_pretrained(checkpoints.GOLDEN / "qwen3")
   with pytest.raises(ValueError, match="num_nextn_predict_layers is 0; expected 1"):
     mtp.from_pretrained(checkpoints.GOLDEN / "glm4_moe_lite")
+  bare = checkpoints.copy("glm4_moe_lite", tmp_path / "bare")
+  checkpoints.change_config(bare, num_nextn_predict_layers=1)
+  with pytest.raises(ValueError, match=r"has no tensor model\.layers\.\d\.\*, though"):
+    mtp.from_pretrained(bare)
+  checkpoints.change_config(bare, mtp_use_dedicated_embeddings=True)
+  with pytest.raises(ValueError, match="mtp_use_dedicated_embeddings is true"):
+    mtp.from_pretrained(bare)
   draft = mtp.from_pretrained(folder)
   other = AutoModel.from_config(draft.config, seed=1, dtype="float32")
   wide = AutoModel.from_config(

@@ -95,6 +95,10 @@ def test_rows_are_as_wide_as_the_longest_of_a_batch(trained):
   assert shapes == [(16, 16), (16, 24)]  # a power of two; max_tokens
   for a, b in zip(weights(trained), weights(whole), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
+  # Bits that depend on a row alone need rows of one width.
+  exact = learner(toy_envs.Echo, algorithm={"exact_tile_rows": 4})
+  rollouts = exact._rollouts(prompt_batch(clusters.prompts(1)[0]))
+  assert rollouts.completion_ids.shape == (16, 24)
 
 
 def test_log_probs_are_those_of_the_trainer(trained):

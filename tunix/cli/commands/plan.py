@@ -203,7 +203,7 @@ def _plan(
       message = _ship(ship, cache, trainer, grid, batches, records, out.fits, key)
       if isinstance(config, RLRun) and config.rl.bucketed_lengths:
         message += (
-          "; not those of batches with shorter completions, which compile in the run. "
+          "; not those of batches with shorter rows, which compile in the run. "
           "rl.bucketed_lengths=false pads all to one length"
         )
       out = dataclasses.replace(out, shipped=message)

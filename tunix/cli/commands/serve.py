@@ -136,14 +136,14 @@ def main(argv: Sequence[str]) -> None:
         str(path), adapter, args.dtype, args.images, args.weights
       )
 
-  model = load(folder, own)
-  config = _within_positions(config, values, model)
   draft = None
-  if args.draft_model == _MTP:
+  if args.draft_model == _MTP:  # first, because many folders lack the layer
     with mesh_lib.use_mesh(meshes[0] if meshes else None):
-      draft = mtp.from_pretrained(folder, dtype=args.dtype)
+      draft = mtp.from_pretrained(folder, dtype=args.dtype, quantize=args.weights)
   elif args.draft_model is not None:
     draft = load(*run_folder.export_of(args.draft_model, None))
+  model = load(folder, own)
+  config = _within_positions(config, values, model)
   driver, engine = _driver_of(model, tokenizer, config, meshes, draft)
   for name, place in adapters.items():
     engine.load_adapter(name, place)

@@ -48,6 +48,8 @@ def restore(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
     section, _, name = dotted.partition(".")
     return (written.get(section) or {}).get(name, default)
 
+  if values.get("rl.bucketed_lengths") and before("rl.bucketed_lengths", None) is False:
+    config = keys.with_value(config, "rl.bucketed_lengths", False)
   # A file of an older version lacks the newest key, or a resumed run wrote all former
   # values into it.
   if "decay_targets" in (written.get("optimizer") or {}) and any(

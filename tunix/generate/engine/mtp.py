@@ -22,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models import automodel, families
@@ -70,13 +71,14 @@ def from_pretrained(
   mesh: Mesh | None = None,
   *,
   revision: str | None = None,
-  **options: Any,
+  dtype: DTypeLike | None = None,
+  quantize: str | None = None,
 ) -> MTPLayer:
   """Loads the layer that predicts further tokens, with the embeddings of its model.
 
   Args:
     folder: the folder or hub id of the model.
-    mesh, revision, **options: see `AutoModel.from_pretrained`.
+    mesh, revision, dtype, quantize: see `AutoModel.from_pretrained`.
 
   Raises:
     FileNotFoundError: see `AutoModel.from_pretrained`.
@@ -94,6 +96,11 @@ def from_pretrained(
       "draft model"
     )
   text = hf if base.mtp.count in hf else hf.get("text_config", hf)
+  if text.get("mtp_use_dedicated_embeddings"):
+    raise ValueError(
+      f"{path / 'config.json'}: mtp_use_dedicated_embeddings is true; expected a layer "
+      "that shares the embeddings of its model. Use a small model as the draft model"
+    )
   field = base.mtp.count
   count = hf_values.integer({field: 0} | text, field, checks.NOT_NEGATIVE)
   if count != 1:
@@ -102,8 +109,19 @@ def from_pretrained(
       "predicts further tokens. Use a small model as the draft model"
     )
   names = base.mtp.of(base.config_from_hf(stored_formats.plain(hf)).num_layers)
+  if not any(
+    base.canonical_key(key).startswith(names.prefix)
+    for key in tensor_files.open_folder(path)
+  ):
+    raise ValueError(
+      f"{path} has no tensor {names.prefix}*, though {field} is 1 in its config.json; "
+      "expected those of the layer, which many derived folders lack. Use a small model "
+      "as the draft model"
+    )
   family = _family(base, names)
-  out = automodel.AutoModel.from_pretrained(path, mesh, family=family, **options)
+  out = automodel.AutoModel.from_pretrained(
+    path, mesh, dtype=dtype, quantize=quantize, family=family
+  )
   assert isinstance(out, MTPLayer)
   return out
 

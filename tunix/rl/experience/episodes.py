@@ -85,6 +85,7 @@ class Episodes:
     cluster: the models.
     make: makes the environments, see `tunix.rl.env.making`.
     config: limits; None: the defaults.
+    bucketed: see `setup.buckets_lengths`.
 
   Attributes:
     config: the limits.
@@ -96,7 +97,12 @@ class Episodes:
   """
 
   def __init__(
-    self, cluster: RLCluster, make: MakeEnv, config: EpisodeConfig | None = None
+    self,
+    cluster: RLCluster,
+    make: MakeEnv,
+    config: EpisodeConfig | None = None,
+    *,
+    bucketed: bool = True,
   ):
     if not callable(make):
       raise TypeError(
@@ -121,7 +127,7 @@ class Episodes:
         "env is set and there is a reward model, which reads one answer: give the "
         "reward in the environment, or as a reward function"
       )
-    self._cluster, self._make = cluster, make
+    self._cluster, self._make, self._bucketed = cluster, make, bucketed
     self.config = EpisodeConfig() if config is None else config
     self._processes = processes_of(make, self.config)
     self._waited_s = 0.0
@@ -218,9 +224,8 @@ class Episodes:
     has_versions: bool = False,
   ) -> Rollouts:
     config = self._cluster.cluster_config
-    bucketed = config.training_config.bucketed_lengths
     widths = config.rollout(mode).max_prompt_length, self.config.max_tokens
-    options = {"bucketed": bucketed, "has_versions": has_versions}
+    options = {"bucketed": self._bucketed, "has_versions": has_versions}
     if (reader := self._cluster.images) is not None:
       options["blank"] = reader.row((), self.config.max_image_tokens)
     return rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)

@@ -100,6 +100,7 @@ class Experience:
     )
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
+    self._bucketed = setup.buckets_lengths(cluster, config)
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
     self._one_at_a_time = threading.Lock()
 
@@ -209,7 +210,7 @@ class Experience:
       batch,
       config,
       group_size=size,
-      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+      bucketed=self._bucketed,
       images=None if read is None else read.rows,
     )
 
@@ -298,7 +299,7 @@ class Experience:
       batch,
       cluster.cluster_config.rollout(mode),
       group_size=group,
-      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+      bucketed=self._bucketed,
       images=None if batch_images is None else batch_images.rows,
     )
 

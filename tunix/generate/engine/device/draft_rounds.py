@@ -11,9 +11,9 @@ The draft model has its own keys and values, under the page numbers of the engin
 last one, or all but one of these.
 
 An `MTPLayer` also reads the hidden state of the engine's model at the token before. Its
-cache is a `Seen`, which has those of the last tokens. In a round of drafts, the layer
-first computes the keys of the tokens that the round before has accepted, then from the
-model's hidden states. Further drafts read the layer's own hidden states.
+cache is a `Seen`, which has those of the last tokens. The keys of accepted drafts came
+from the layer's own hidden states. The next round of the launch computes them again
+from the model's; the first round of a launch only those of the last two tokens.
 """
 
 from __future__ import annotations

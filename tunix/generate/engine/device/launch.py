@@ -309,4 +309,11 @@ def _emit_right_ones(
 def _replicated(carry: Round) -> Round:
   """Replicates what the host reads, because every process reads all of it."""
   small = jax.tree.map(mesh_lib.constrain, (carry.slots, carry.out))
-  return Round(small[0], carry.store, small[1], carry.draft_store)
+  draft_store = carry.draft_store
+  if isinstance(draft_store, Seen):  # placed as before the first launch
+    draft_store = dataclasses.replace(
+      draft_store,
+      hidden=mesh_lib.constrain(draft_store.hidden),
+      first=mesh_lib.constrain(draft_store.first),
+    )
+  return Round(small[0], carry.store, small[1], draft_store)

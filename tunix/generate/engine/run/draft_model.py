@@ -151,6 +151,7 @@ class DraftModel:
     """Takes note of a launch that does not use the draft model."""
     for s in plan.loads:  # nothing is loaded for it
       s.drafted = 0
+    self._seen = None  # the hidden states of this launch are not kept
 
   def prepare(
     self, plan: Plan, running: list[Sequence | None], mesh: Mesh | None
@@ -162,13 +163,15 @@ class DraftModel:
       running: the completion in each slot.
       mesh: mesh of the weights, which must be current; or None.
     """
-    for s in plan.loads:
-      s.drafted = s.drafted or self._pages.known(s)
+    # Followers of a fork have the hidden state that their first token was drawn from.
+    strangers = [s for s in plan.loads if not s.drafted]
+    for s in strangers:
+      s.drafted = self._pages.known(s)
     self._before = [0 if s is None else s.drafted for s in running]
     self._mesh = mesh
     self._kept().prepare(plan, running)
-    if plan.loads and self.reads_hidden:
-      self._forget(plan.loads)
+    if strangers and self.reads_hidden:
+      self._forget(strangers)
     c = self._config
     history = np.zeros((c.slots, c.max_tokens), np.int32)
     drafted, until = np.zeros((2, c.slots), np.int32)
@@ -280,7 +283,8 @@ class DraftModel:
 def needed(s: Sequence) -> int:
   """Returns the number of tokens whose keys a launch with the draft model needs.
 
-  A round computes the keys of the last two tokens of a completion that decodes.
+  A round computes at least the keys of the last two tokens of a completion that
+  decodes.
   """
   return s.computed - 1 if s.is_decoding else s.computed
 
