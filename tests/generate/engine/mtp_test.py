@@ -220,7 +220,9 @@ def test_no_token_changes(name, source, root):
   assert stats.model_draft_tokens == drafts
 
 
-def test_samples_of_a_request_and_constraints_leave_true_hidden_states(root):
+def test_samples_of_a_request_and_constraints_leave_true_hidden_states(
+  root, monkeypatch
+):
   """What the layer reads next is what the model has at these tokens, or unknown."""
   folder, *_ = made("glm4_moe_lite", root)
   model = AutoModel.from_pretrained(folder, dtype="float32")
@@ -230,6 +232,8 @@ def test_samples_of_a_request_and_constraints_leave_true_hidden_states(root):
   engine = Engine(model, toy_ids.Ids(), config, draft_model=draft)
   rules = {"temperature": 1.0, "num_samples": 3}
   engine.submit(ask(np.arange(1, 23), 20, **rules), streams=False)
+  forgotten = []
+  monkeypatch.setattr(engine._device.draft, "_forget", forgotten.append)
   bound = ask(np.arange(3, 10), 4, constraint=Even(vocab))
   seen, late = 0, False
   while engine.step():
@@ -249,6 +253,8 @@ def test_samples_of_a_request_and_constraints_leave_true_hidden_states(root):
     if seen > 6 and not late:
       engine.submit(bound, streams=False)
       late = True
+    # The samples go on from the state that their first token was drawn from.
+    assert late or not forgotten
   assert seen > 9 and late
 
 
