@@ -10,6 +10,7 @@ from flax import nnx
 from tests import optimizers
 from tests.rl import clusters
 from tests.sft import trainers
+from tunix.rl import setup
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
@@ -45,6 +46,20 @@ def test_on_the_actors_mesh_the_actor_samples():
   for axes in ({"fsdp": 1}, {"fsdp": 2}):
     cluster = clusters.grpo(role_to_mesh={Role.ACTOR: mesh(axes)}).rl_cluster
     assert cluster.rollout.model() is cluster.actor
+
+
+@pytest.mark.parametrize(
+  ("axes", "options", "expected"),
+  [
+    ({"fsdp": 2}, {}, True),
+    ({"fsdp": 2}, {"bucketed_lengths": False}, False),
+    ({"cp": 2}, {}, False),  # cp was checked against the limits
+  ],
+)
+def test_which_batches_are_padded_to_less_than_the_limits(axes, options, expected):
+  learner = clusters.grpo(role_to_mesh={Role.ACTOR: mesh(axes)}, **options)
+  found = setup.buckets_lengths(learner.rl_cluster, learner.algo_config)
+  assert found == expected
 
 
 APART = {Role.ACTOR: ({"fsdp": 4}, 0), Role.ROLLOUT: ({"fsdp": 2}, 4)}
