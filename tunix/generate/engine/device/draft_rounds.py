@@ -8,7 +8,7 @@ independent draw would be.
 
 The draft model has its own keys and values, under the page numbers of the engine.
 `Slots.drafted` counts the tokens of each slot that have them: all tokens before the
-last one, or all but one of these.
+last one, or all but one of these. With an `MTPLayer` it counts fewer in a launch.
 
 An `MTPLayer` also reads the hidden state of the engine's model at the token before. Its
 cache is a `Seen`, which has those of the last tokens. The keys of accepted drafts came
