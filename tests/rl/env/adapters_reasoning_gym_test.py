@@ -14,6 +14,9 @@ from tunix.rl.env.env import Action, EnvError
 
 SUM = "reasoning_gym:chain_sum(size=6, max_terms=2, max_digits=1{})"
 
+# CI has the library after the quick tests.
+pytestmark = pytest.mark.long
+
 
 def opened(text):
   return data_sources.open_records(text, PROMPT_ROWS)
