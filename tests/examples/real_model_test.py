@@ -65,6 +65,7 @@ def test_the_settings_are_those_of_their_jobs(file, job):
   assert config.job == job and config.lora.rank == 16
 
 
+@pytest.mark.long  # CI has the library after the quick tests
 def test_tasks_are_written_with_their_answers(scripts, tmp_path):
   pytest.importorskip("reasoning_gym")
   file = tmp_path / "sums.jsonl"

@@ -22,7 +22,10 @@ def test_the_text_model_of_a_folder_with_a_tower_and_mtp(name, tmp_path):
     key.replace("model.", "model.language_model.", 1): value
     for key, value in checkpoints.fuse_experts(checkpoints.tensors(folder)).items()
   }
-  more = ("mtp.layers.0.mlp.up_proj.weight", "model.visual.patch_embed.proj.weight")
+  more = (
+    *("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"),
+    "model.visual.patch_embed.proj.weight",
+  )
   checkpoints.rewrite(folder, values | dict.fromkeys(more, np.ones((2, 2), np.float32)))
   text = json.loads((folder / "config.json").read_text())
   outer = {"model_type": name, "text_config": text, "vision_config": {}}

@@ -258,6 +258,19 @@ def test_samples_of_a_request_and_constraints_leave_true_hidden_states(
   assert seen > 9 and late
 
 
+def test_a_layer_that_the_configuration_does_not_count_is_refused(tmp_path):
+  folder = checkpoints.copy("glm4_moe_lite", tmp_path / "more")
+  layers = tensor_files.read_json(folder / "config.json")["num_hidden_layers"]
+  values = checkpoints.tensors(folder)
+  key = f"model.layers.{layers}.input_layernorm.weight"
+  values[key] = values["model.norm.weight"]
+  checkpoints.rewrite(folder, values)
+  with pytest.raises(
+    ValueError, match=r"the checkpoint has the tensors 'model\.layers"
+  ):
+    AutoModel.from_pretrained(folder)
+
+
 def test_what_has_no_such_layer_is_refused(root, tmp_path):
   folder, *_ = made("qwen3_5", root)
   with pytest.raises(ValueError, match="family 'qwen3', which has no layer that"):

@@ -110,6 +110,7 @@ def test_text_of_a_folder_with_a_tower(place, tmp_path):
   }
   mtp = "mtp.layers.0.mlp.up_proj.weight"
   values |= {mtp: MATRIX["x"], f"{mtp}_scale_inv": MATRIX["x_scale_inv"]}
+  values["mtp.fc.weight"] = np.ones((2, 2), np.float32)
   checkpoints.rewrite(packed, values)
   states = (nnx.state(load(folder)) for folder in (packed, plain))
   jax.tree.map(np.testing.assert_array_equal, *states)
