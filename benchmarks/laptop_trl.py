@@ -6,7 +6,7 @@
 
 This needs TRL and PEFT. It writes the adapter to `--out`, which `tunix eval --adapter`
 measures, and prints the CPU seconds and the memory. The records of grpo have a prompt
-and the right `answer`; a completion is right if it is the answer. Settings that
+and the right `answer`; they are scored as reasoning-gym scores sums. Settings that
 examples/real_model does not name have TRL's defaults.
 """
 
@@ -20,11 +20,15 @@ STEPS = {"sft": 50, "dpo": None, "grpo": 60}
 RATES = {"sft": 1e-3, "dpo": 1e-4, "grpo": 1e-4}
 
 
-def right(completions, answer, **columns):
-  """Returns 1 for each completion that is the answer."""
+def scores(completions, answer, **columns):
+  """Returns each answer's share of the characters of the text that contains it."""
   del columns
   texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
-  return [float(text.strip() == str(a)) for text, a in zip(texts, answer, strict=True)]
+  texts = [text.strip() for text in texts]
+  return [
+    len(a) / len(text) if text and a in text else 0.0
+    for text, a in zip(texts, answer, strict=True)
+  ]
 
 
 def records(job, file):
@@ -89,7 +93,7 @@ def main():
     config = trl.GRPOConfig(
       **shared, num_generations=8, max_completion_length=8, beta=0.0, temperature=1.0
     )
-    make, more = trl.GRPOTrainer, {"reward_funcs": right}
+    make, more = trl.GRPOTrainer, {"reward_funcs": scores}
   lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
   trainer = make(
     model=model,

@@ -17,7 +17,7 @@ from tunix.data.batching import buckets
 from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, SFT
 from tunix.data.rows import OneRow, SideBySide
-from tunix.data.scan import STEP, UNIT, scan
+from tunix.data.scan import FINE_UNIT, STEP, UNIT, scan
 from tunix.data.source import Source
 
 TOKENIZER = toys_text.chat_tokenizer(None)
@@ -59,7 +59,8 @@ def bounded(made, shards=1, limit=None):
   ("words", "max_length", "shards", "width"),
   [
     ([1, 9], 1024, 1, 64),
-    ([1, 90], 1024, 1, -(-(90 * SEA + 3) // UNIT) * UNIT),
+    ([1, 90], 1024, 1, -(-(90 * SEA + 3) // FINE_UNIT) * FINE_UNIT),
+    ([1, 600], 2048, 1, -(-(600 * SEA + 3) // UNIT) * UNIT),
     ([1, 9], 50, 1, 50),  # never above the limit
     ([1, 9], 1024, 6, 192),
     ([1, 9], 66, 3, 66),
@@ -87,11 +88,12 @@ def test_both_sides_follow_their_longest_parts():
   longest = scan(sides(records, 512, 512)).longest
   found = bounded(sides(records, 512, 512))
   assert found.max_prompt_length == 64
-  assert found.max_completion_length == -(-longest["completion"] // UNIT) * UNIT > 64
+  unit = FINE_UNIT
+  assert found.max_completion_length == -(-longest["completion"] // unit) * unit > 64
   assert bounded(sides(records, 40, 512)).max_prompt_length == 40
-  # A whole row divides over cp: 41 + 192 does not over 3 shards, 40 + 320 does over 5.
+  # A whole row divides over cp: 41 + 96 does not over 3 shards, 40 + 160 does over 5.
   assert bounded(sides(records, 41, 512), 3) == sides(records, 41, 512).layout
-  assert bounded(sides(records, 40, 640), 5).max_completion_length == 320
+  assert bounded(sides(records, 40, 640), 5).max_completion_length == 160
 
 
 @settings(deadline=None, max_examples=15)
@@ -200,7 +202,8 @@ def test_no_other_widths_pad_less(counts, batch_size):
 
 def test_the_share_of_padding_is_that_of_the_batches():
   rng = random.Random(0)
-  words = [min(90, int(rng.expovariate(0.1))) + 1 for _ in range(400)]
+  words = [min(150, int(rng.expovariate(0.1))) + 1 for _ in range(400)]
+  words[7] = 150
   made = source(words, 4096)
   found = widths.choose(made.layout, scan(made), 4)
   assert 2 <= len(found.lengths) <= widths.MOST

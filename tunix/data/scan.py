@@ -31,6 +31,8 @@ from tunix.data.source import Source
 from tunix.utils import checks, terminal
 
 UNIT = 64  # tokens of which widths are multiples
+FINE_UNIT = 16  # the same, for a largest width from `UNIT` to `FINE_MOST` tokens
+FINE_MOST = 512
 SCANNED = 1024  # records of a stream that a scan without a limit reads
 STEP = 8  # tokens of a step of `Report.lengths`
 

@@ -5,7 +5,7 @@ longest record (`buckets.batch_steps`). Records and their order stay as they are
 columns of padding are left out. Each width compiles one program, so there are at most
 `MOST`, and a further one must save padding. Widths are multiples of `scan.UNIT` tokens:
 similar data sets share compiled programs, and devices multiply matrices of these sizes
-fast.
+fast. The largest width of short records is finer, because many batches have it.
 
 If rows are shared, a batch has fewer rows than records: short records of a batch stand
 in one row, and each attends only to itself. The number of rows is the same in all
@@ -23,7 +23,7 @@ import numpy as np
 
 from tunix.data.batching import buckets
 from tunix.data.rows import OneRow, SideBySide
-from tunix.data.scan import STEP, UNIT, Report
+from tunix.data.scan import FINE_MOST, FINE_UNIT, STEP, UNIT, Report
 
 MOST = 4
 _SAVES = 0.08  # share of the tokens that a further width must save
@@ -256,13 +256,13 @@ def bounded(layout: Any, report: Report, shards: int = 1) -> Any:
   """
   if not report.is_whole:
     return layout
-  counts = report.lengths
-  unit = math.lcm(UNIT, shards)
-  widths = {
-    field: min(getattr(layout, field), -(-len(counts[part]) * STEP // unit) * unit)
-    for part, field in _LIMITS.items()
-    if part in counts
-  }
+  widths = {}
+  for part, field in _LIMITS.items():
+    if part in report.lengths:
+      longest = len(report.lengths[part]) * STEP
+      fine = UNIT < longest <= FINE_MOST
+      unit = math.lcm(FINE_UNIT if fine else UNIT, shards)
+      widths[field] = min(getattr(layout, field), -(-longest // unit) * unit)
   narrow = dataclasses.replace(layout, **widths)
   # The limit of one part need not divide: only the sum of both does.
   rows = [sum(_row_limits(narrow))]
