@@ -3,7 +3,8 @@
   python -m benchmarks.gpu_plan [--topology h200:1] [NAME ...]
 
 prints a JSON line for each step: planned memory beside the measured one, and the bound
-of its time. It needs `pip install 'tunix[plan-gpu]'`. Each plan takes about a minute.
+of its time; and for sampling the kernels and branches of a round. It needs
+`pip install 'tunix[plan-gpu]'`. Each plan takes about a minute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import json
 from typing import Any
 
-from tunix.plan import apart
+from tunix.plan import apart, engine as engine_plan, rollout
 
 _PRESET = "qwen3_0p6b"
 # Figures of docs/performance.md: memory in GB, milliseconds, tokens a second.
@@ -132,7 +133,11 @@ def decode(
   samples = {"rollout.engine": "padded"} if engine == "padded" else {}
   estimate = _grpo(topology, batch, samples)
   sampled = estimate.rollouts or estimate.engine
+  names = engine_plan.DECODE, rollout.LOOP
+  loop = next(each for each in estimate.programs if each.name in names)
   return {
+    "kernels": loop.kernels,
+    "branches": loop.branches,
     "tokens_per_s_at_most": round(sampled.tokens_per_second),
     "measured_tokens_per_s": tokens_per_s,
   }

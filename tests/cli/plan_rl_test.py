@@ -57,6 +57,17 @@ def test_the_programs_are_those_of_the_run(words, monkeypatch):
   assert ("i8" in planned["unstack"].lowered.as_text()) == bool(words)
 
 
+def test_rows_are_planned_with_their_limits():
+  texts = []
+  for word in ("--rl.bucketed_lengths=true", "--rl.bucketed_lengths=false"):
+    words = ("--rollout.max_tokens_to_generate=40", word)
+    config = plan_main.settled(config_lib.load([*GRPO, *words]), {"tp": 2})
+    mesh = topology.find("cpu:2").mesh({"tp": 2})  # with the engine
+    records = plan_main._records(config, plan_main._trainer(config, mesh), mesh)
+    texts.append({name: one.lowered.as_text() for name, one in records.items()})
+  assert texts[0] == texts[1]
+
+
 def test_engines_of_processes_are_not_planned():
   config = config_lib.load([*GRPO, "--rollout.engine=per_process"])
   with pytest.raises(ValueError, match=r"add --rollout\.engine=vanilla"):

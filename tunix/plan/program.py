@@ -12,7 +12,7 @@ import jax
 from tunix.perf import hlo_flops, hlo_text, programs
 from tunix.perf.chips import Chip
 from tunix.perf.programs import ProgramRecord
-from tunix.plan import collectives, exposed, residents
+from tunix.plan import collectives, exposed, kernels as kernels_lib, residents
 from tunix.plan.collectives import Collective
 from tunix.utils.setting import named_values
 
@@ -40,6 +40,8 @@ class ProgramEstimate:
     compute_seconds, memory_seconds, link_seconds: duration of the FLOPs, the memory
       traffic and the communication, each alone at the chip's peak rate; None: the rate
       is not known.
+    kernels, branches: what one run launches, or one pass of a loop of unknown length,
+      see `kernels.Launches`; None: it is no program for GPUs.
     alone_memory_seconds, alone_link_seconds: the part of memory traffic and
       communication that the compiler has scheduled while nothing is computed; None:
       not known, for programs of other chips than TPUs and loops of unknown length.
@@ -61,6 +63,8 @@ class ProgramEstimate:
   compute_seconds: float | None = None
   memory_seconds: float | None = None
   link_seconds: float | None = None
+  kernels: int | None = None
+  branches: int | None = None
   alone_memory_seconds: float | None = None
   alone_link_seconds: float | None = None
 
@@ -158,6 +162,9 @@ def estimate(
       waited = math.fsum(one.received for one in sent if one.waits)
       seconds["alone_memory_seconds"] = _over(exposed.read(text), chip.memory_rate)
       seconds["alone_link_seconds"] = _over(waited, chip.link_rate)
+    if chip.kind.startswith("NVIDIA"):
+      launched = kernels_lib.count(text)
+      seconds |= {"kernels": launched.kernels, "branches": launched.branches}
   return ProgramEstimate(
     name=name,
     argument_bytes=memory.argument_size_in_bytes,

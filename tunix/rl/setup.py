@@ -10,6 +10,7 @@ from flax import nnx
 
 from tunix.models import calling
 from tunix.models.transformer.experts import route_records
+from tunix.perf import programs
 from tunix.rl.algorithm_config import LOSS_ALGOS, AlgorithmConfig
 from tunix.rl.reward.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
@@ -77,7 +78,9 @@ def buckets_lengths(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   rules = getattr(getattr(cluster.actor, "config", None), "sharding", None)
   axis = getattr(rules, "cp", None)
   splits_tokens = mesh is not None and mesh.shape.get(axis, 1) > 1
-  return sizes.bucketed_lengths and config.exact_tile_rows is None and not splits_tokens
+  needs_limits = config.exact_tile_rows is not None or splits_tokens
+  # A plan is for the longest rows.
+  return sizes.bucketed_lengths and not needs_limits and not programs.is_recording()
 
 
 def check_exploring(rollout: RolloutConfig) -> None:

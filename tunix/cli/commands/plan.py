@@ -246,8 +246,13 @@ def _estimate(
     memory_bytes=where.memory_bytes,
     programs=[*planned.values()],
     tokens=rows * length,
+    # The formula counts logits of every token; a program may need those of few.
     model_flops=sum(
-      training.model_flops(one, sizes, rows, length) for one in of_roles.values()
+      min(
+        training.model_flops(one, sizes, rows, length),
+        planned[name].flops * planned[name].runs,
+      )
+      for name, one in of_roles.items()
     ),
     steps=None if steps is None else -(-steps // updates),
     rollouts=loop

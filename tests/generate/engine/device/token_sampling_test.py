@@ -1,5 +1,6 @@
 """Sampling of tokens: each row by its own rules, compared with plain loops."""
 
+import dataclasses
 import functools
 
 import jax
@@ -70,6 +71,31 @@ ROWS = [
   {"temperature": 1.0, "seed": 6, "bias": {4: 2.0, 9: -np.inf}},
   {"temperature": 1.0, "seed": 1, "row": 1},
 ]
+
+
+def branches(uses):
+  """Number of branches in the program of rows with these flags."""
+  rules, index = rules_of(ROWS, frozenset(uses)), np.zeros(len(ROWS), np.int32)
+  traced = jax.make_jaxpr(lambda x: token_sampling.choose(x, rules, index)[0])
+  return str(traced(logits_of(len(ROWS)))).count("cond[")
+
+
+@pytest.mark.parametrize(
+  "off", [{}, {"draws": np.bool_(False)}, {"scores": np.bool_(False)}], ids=str
+)
+def test_a_gpu_draws_the_same_with_fewer_branches(off, monkeypatch):
+  logits, index = logits_of(len(ROWS)), np.arange(len(ROWS), dtype=np.int32)
+  uses = {"draws", "scores"}
+  given = dataclasses.replace(rules_of(ROWS, frozenset(uses)), **off)
+  want = choose(logits, given, index)
+  assert branches(uses) == 3
+  platform = lambda: "gpu"
+  monkeypatch.setattr(token_sampling.mesh_lib, "context_platform", platform)
+  assert not branches(uses) and branches(USES) > 2  # biases, filters, tops
+  got, _ = jax.jit(token_sampling.choose, static_argnums=4)(
+    logits, given, index, None, 3
+  )
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_row_depends_on_its_own_rules_only():

@@ -145,9 +145,11 @@ def test_arguments_of_the_tpu_kernel(shape, options):
   np.testing.assert_allclose(out[case.valid], case.want(**given)[case.valid], atol=2e-6)
 
 
-def test_gpu_kernel_in_the_interpreter(monkeypatch):
-  # Blocks of 2 pages, so that the 6 pages of the table are 3 parts.
+@pytest.mark.parametrize("programs", [1024, 1], ids=["3 parts", "1 part"])
+def test_gpu_kernel_in_the_interpreter(programs, monkeypatch):
+  # Blocks of 2 pages, so that the 6 pages of the table are at most 3 parts.
   monkeypatch.setattr(paged_kernels, "_GPU_KEYS", 2 * PAGE)
+  monkeypatch.setattr(paged_kernels, "_GPU_PROGRAMS", programs)
   case = Case(head_dim=16, path="gpu_paged")
   layer = paged.write(case.past, case.key, case.value, case.ragged)
   out = paged_kernels.gpu(

@@ -16,8 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate.drawing import filters, sampling
 from tunix.models.transformer.experts.route_records import RouteForm
+from tunix.utils import mesh as mesh_lib
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
+
+# Flags whose branch a GPU computes in any case: it would wait for the host at a branch,
+# and no CUDA graph could hold the round. The others sort or copy the logits.
+_CHEAP = ("draws", "scores")
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +67,10 @@ class Rules:
     """Returns `then()` if the flag is True, and else `otherwise`."""
     if name not in self.uses:
       return otherwise
-    return jax.lax.cond(getattr(self, name), then, lambda: otherwise)
+    flag = getattr(self, name)
+    if name in _CHEAP and mesh_lib.context_platform() == "gpu":
+      return jax.tree.map(lambda x, y: jnp.where(flag, x, y), then(), otherwise)
+    return jax.lax.cond(flag, then, lambda: otherwise)
 
 
 def repeated(rules: Rules, count: int) -> Rules:

@@ -30,10 +30,12 @@ _TPU_KEYS = 512
 _TPU_QUERIES = 32
 _TPU_NUMBERS = 64 * 32 * 128  # twice as many do not fit a v5e
 
-# Number of keys of a block of "gpu_paged", and number of parts of a sequence that run
-# at the same time; not measured.
+# Keys of a block of "gpu_paged", most parts of a sequence that run at once, and blocks
+# that keep a GPU busy; not measured. A part writes a result of 16 heads for each key
+# head, which takes as much memory as 8 tokens.
 _GPU_KEYS = 64
 _GPU_PARTS = 8
+_GPU_PROGRAMS = 1024
 
 
 def gather(
@@ -232,7 +234,8 @@ def _gpu_group(query, keys, values, group: Group, scale, softcap, interpret):
     from jax.experimental.pallas.ops.gpu import paged_attention as lib
 
   width, block = group.table.shape[1], max(1, _GPU_KEYS // keys.shape[2])
-  parts = min(_GPU_PARTS, -(-width // block))
+  parts = _GPU_PROGRAMS // (query.shape[0] * keys.shape[0])
+  parts = max(1, min(parts, _GPU_PARTS, -(-width // block)))
   # The kernel splits the table into equal parts, and every part into equal blocks.
   table = jnp.pad(group.table, ((0, 0), (0, -width % (parts * block))))
   # The kernel has no argument for the factor of the scores.
