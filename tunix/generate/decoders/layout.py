@@ -30,7 +30,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.generate.decoders import decoders
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.dense import qwix_seam
-from tunix.models.transformer.dense.cpu_products import TiledKernel, can_tile
+from tunix.models.transformer.dense.cpu_products import (
+  TILED_ROWS,
+  TiledKernel,
+  can_tile,
+)
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.perf.chips import chip_of
@@ -133,10 +137,10 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
   model.config = dataclasses.replace(model.config, sharding=rules)
 
 
-def reads_tiles(mesh: Mesh | None) -> bool:
-  """Returns True if `tile_kernels` makes decoding on these devices faster."""
+def reads_tiles(mesh: Mesh | None, rows: int) -> bool:
+  """Returns True if `tile_kernels` makes decoding of so many rows faster here."""
   is_alone = mesh is None or mesh.size == 1
-  return is_alone and mesh_lib.context_platform() == "cpu"
+  return is_alone and rows <= TILED_ROWS and mesh_lib.context_platform() == "cpu"
 
 
 def tile_kernels(model: nnx.Module) -> None:

@@ -98,12 +98,14 @@ def test_float32_matrices_of_layers_and_head_are_tiled():
   assert {kind for _, kind in kinds(half)} == {nnx.Param}
 
 
-def test_the_engine_decodes_with_tiles_on_one_cpu(mesh_fsdp8):
+def test_the_engine_decodes_few_rows_with_tiles_on_one_cpu(mesh_fsdp8):
   model = AutoModel.from_config(toys.config(), seed=0)
-  device = Device(model, EngineConfig(max_tokens=32), None)
-  decoded = nnx.merge(*device._weights()[:2])
-  assert isinstance(decoded.layers[0].mlp.up_proj.kernel, TiledKernel)
-  assert layout.reads_tiles(None) and not layout.reads_tiles(mesh_fsdp8)
+  for slots, drafts, kind in [(8, 0, TiledKernel), (8, 4, nnx.Param)]:
+    config = EngineConfig(slots=slots, max_tokens=32, draft_tokens=drafts)
+    decoded = nnx.merge(*Device(model, config, None)._weights()[:2])
+    assert isinstance(decoded.layers[0].mlp.up_proj.kernel, kind)
+  assert layout.reads_tiles(None, 8) and not layout.reads_tiles(None, 25)
+  assert not layout.reads_tiles(mesh_fsdp8, 8)
 
 
 def test_quantized_kernels_and_products_of_qwix_stay():

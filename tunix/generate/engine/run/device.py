@@ -311,7 +311,9 @@ class Device:
       mesh = mesh_lib.current_mesh() if mesh is None else mesh
       with mesh_lib.use_mesh(mesh):
         weights = layout.for_decoding(self._model, state, self._gather)
-        opened = decode.opened(graph, state, weights, tiles=layout.reads_tiles(mesh))
+        rows = self._config.slots * self._config.launch_tokens(1)
+        tiles = layout.reads_tiles(mesh, rows)
+        opened = decode.opened(graph, state, weights, tiles=tiles)
       self._opened = opened.graph, opened.state, mesh
     return self._opened
 

@@ -5,6 +5,13 @@ this takes longer than the product. A `TiledKernel` is cut once: with 8 rows, a 
 of 512 x 1536 numbers takes 0.21 CPU ms instead of 0.47, and one of 1536 x 512 takes
 0.21 ms instead of 0.57 (jax 0.10.2). A matrix [out, in] needs no tiles if it is the
 left operand (`few_rows`), which takes 0.45 and 0.33 ms.
+
+jax 0.10 multiplies tiles on one core and whole matrices on all. The layers of a model
+of width 512 take on two cores, with tiles and without, in ms of wall time:
+
+rows        4           8           16          24          40          64
+jax 0.10.2  1.9 / 2.5   3.0 / 3.1   5.1 / 4.0   7.1 / 5.0   11.2 / 6.8  17.7 / 10.4
+jax 0.12.0  1.7 / 2.4   2.2 / 2.9   3.7 / 4.1   5.8 / 6.0   9.1 / 7.9   14.0 / 12.1
 """
 
 from __future__ import annotations
@@ -21,6 +28,9 @@ from tunix.utils import mesh as mesh_lib
 
 # Columns of a tile, the fastest first; 32 columns take 3 to 14 % longer than 64.
 _TILES = (64, 32)
+
+# Most rows for which tiles take less wall time. They take less CPU time up to 64 rows.
+TILED_ROWS = 24 if jax.__version_info__ >= (0, 12) else 8
 
 # With more rows, `few_rows` is not faster than a product with the matrix [in, out].
 _FEW = 64
