@@ -55,6 +55,7 @@ def main():
   parser.add_argument("--data", required=True)
   parser.add_argument("--out", default="trl")
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--steps", type=int, help="default: as in examples/real_model")
   args = parser.parse_args()
   began = time.time()
 
@@ -71,7 +72,7 @@ def main():
     "output_dir": args.out,
     "learning_rate": RATES[args.job],
     "per_device_train_batch_size": 8,
-    "max_steps": STEPS[args.job] or -1,
+    "max_steps": args.steps or STEPS[args.job] or -1,
     "num_train_epochs": 1,
     "report_to": [],
     "use_cpu": True,

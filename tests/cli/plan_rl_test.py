@@ -7,6 +7,7 @@ import pytest
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
 from tunix.cli import config as config_lib
 from tunix.cli.commands import plan as plan_main
+from tunix.cli.jobs.rl import rollout_configs
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.make import loading
 from tunix.perf import programs
@@ -72,6 +73,18 @@ def test_engines_of_processes_are_not_planned():
   config = config_lib.load([*GRPO, "--rollout.engine=per_process"])
   with pytest.raises(ValueError, match=r"add --rollout\.engine=vanilla"):
     plan_main.plan(config, "cpu:8", MESH)
+
+
+@pytest.mark.parametrize(
+  ("turns", "key", "tokens"),
+  [(1, "rollout.max_tokens_to_generate", 12), (2, "episode.max_tokens", 1024)],
+)
+def test_the_longest_row_of_an_episode(turns, key, tokens):
+  config = config_lib.load([*GRPO, "--env=a.py:Env", f"--episode.max_turns={turns}"])
+  keys, length = JOBS["grpo"].length(config)
+  assert keys.endswith(key) and length == 16 + tokens
+  (sampling,) = rollout_configs(config, plans=True).values()
+  assert sampling.max_tokens_to_generate == tokens
 
 
 def test_images_of_environments_are_not_planned():

@@ -54,6 +54,17 @@ def test_loops_branches_and_calls(trips, passes):
   assert kernels.count(program) == Launches(kernels=3 * passes + 2, branches=passes)
 
 
+def test_the_longest_ways_of_a_branch_count():
+  ways = "%few, %many", "%many, %nested"
+  inner = "  %y = f32[2]{0} conditional(%p, %x, %x), branch_computations={%few, %gone}"
+  text = TEXT.replace("{TRIPS}", "").replace(ways[0], ways[1])
+  program = Program(
+    f"%nested (x: f32[2]) -> f32[2] {{\n{inner}\n}}\n\n{text}", is_compiled=True
+  )
+  assert kernels.count(program) == Launches(kernels=5, branches=2)
+  assert kernels.count(Program("", is_compiled=True)) == Launches()
+
+
 @pytest.mark.slow
 def test_a_round_of_the_engine_launches_few_kernels():
   """The padded sampler launches 17 a layer, and 29 others (docs/performance.md)."""

@@ -2,7 +2,7 @@
 
 A launch takes a few microseconds, which decide the time of a decode round of a small
 model. At a branch, and after each pass of a loop, XLA's runtime waits for the GPU and
-reads on the host which way to go, so no CUDA graph contains a branch.
+reads on the host which way to go, unless a flag puts them into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FREE = {
 }
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Launches:
   """What one run of a program launches.
 
   Attributes:
     kernels: kernels, library calls, copies and collectives. A loop of unknown length
-      counts as one pass, and a branch as the most that it can launch.
+      counts as one pass, and a branch as the most that one of its ways launches.
     branches: branches that it passes.
   """
 
@@ -39,7 +39,7 @@ class Launches:
 def count(program: Program, computation: str = hlo_text.ENTRY) -> Launches:
   """Returns what one run of a computation launches."""
   total = Launches()
-  for one in program.computations[computation].values():
+  for one in program.computations.get(computation, {}).values():
     total += _of(program, computation, one)
   return total
 
@@ -48,7 +48,9 @@ def _of(program: Program, computation: str, one: Operation) -> Launches:
   if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
     return Launches()
   if one.opcode == "conditional":
-    return max(count(program, x) for x in one.callees) + Launches(branches=1)
+    ways = [count(program, x) for x in one.callees]
+    kernels = max((x.kernels for x in ways), default=0)
+    return Launches(kernels, 1 + max((x.branches for x in ways), default=0))
   if one.opcode in ("while", "call"):
     passed = [count(program, x) for x in one.callees]
     times = program.passes(computation, one)

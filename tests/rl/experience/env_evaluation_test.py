@@ -10,6 +10,7 @@ from tests.sft import trainers
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.experience.env_evaluation import EnvEvaluation
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 ROWS = [{"prompts": f"{n} {n + 1}", "number": n} for n in range(2, 7)]
 
@@ -55,6 +56,21 @@ def test_the_metrics_are_those_of_an_evaluation_with_environments(model):
 )
 def test_each_option_changes_the_metrics(changes, model):
   assert evaluation(**changes)(model) != evaluation()(model)
+
+
+@pytest.mark.parametrize(("turns", "tokens"), [(1, 8 + 3), (2, 8 + 24)])
+def test_an_episode_of_one_turn_reserves_the_tokens_of_one_answer(
+  turns, tokens, model, monkeypatch
+):
+  limits, client = [], VanillaRollout.sampling_client
+
+  def noted(self, *args, limit, **sizes):
+    limits.append(limit)
+    return client(self, *args, limit=limit, **sizes)
+
+  monkeypatch.setattr(VanillaRollout, "sampling_client", noted)
+  evaluation(toy_envs.OneAnswer, episodes={"max_turns": turns}, rows=ROWS[:1])(model)
+  assert limits == [tokens]
 
 
 def test_training_does_not_notice_it():

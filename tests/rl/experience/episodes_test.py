@@ -50,8 +50,9 @@ def test_one_turn_equals_completions_to_the_bit():
   data = clusters.prompts(2)
   direct = clusters.grpo(rollout=ROLLOUT)
   direct.train(data)
-  ours = learner(toy_envs.OneAnswer, {"max_tokens": 4})
+  ours = learner(toy_envs.OneAnswer, {"max_turns": 1})
   ours.train(data)
+  assert {rollouts.completion_mask.shape[1] for rollouts in ours.seen} == {4}
   for a, b in zip(weights(direct), weights(ours), strict=True):
     np.testing.assert_array_equal(a, b)
 

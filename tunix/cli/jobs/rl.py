@@ -151,7 +151,7 @@ def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, Rollout
   section = config.rollout
   options = shared_values(RolloutConfig, section)
   if plans and getattr(config, "env", None) is not None:
-    options["max_tokens_to_generate"] = config.episode.max_tokens
+    options["max_tokens_to_generate"] = _episode_tokens(config)
   options["seed"] = config.seed if section.seed is None else section.seed
   if config.rl.rollout_hosts:
     urls = {"urls": config.rl.rollout_hosts}
@@ -195,7 +195,7 @@ def _batch(config: RLRun) -> str:
     names = (*names, config.env)
     turns = terminal.counted(config.episode.max_turns, "turn")
     what = f"{terminal.counted(size, 'episode')} of at most {turns} and "
-    tokens = config.episode.max_tokens
+    tokens = _episode_tokens(config)
   else:
     what = f"{terminal.counted(size, 'completion')} of at most "
   return (
@@ -211,8 +211,15 @@ def _length(config: RLRun) -> tuple[str, int]:
   """Returns the keys that limit a row, and the number of its tokens."""
   if config.env is None:
     return _ANSWERS(config)
-  keys_of = "rollout.max_prompt_length + episode.max_tokens"
-  return keys_of, config.rollout.max_prompt_length + config.episode.max_tokens
+  most = _episode_tokens(config)
+  is_all = most == config.episode.max_tokens
+  name = "episode.max_tokens" if is_all else "rollout.max_tokens_to_generate"
+  keys_of = f"rollout.max_prompt_length + {name}"
+  return keys_of, config.rollout.max_prompt_length + most
+
+
+def _episode_tokens(config: RLRun) -> int:
+  return config.episode.new_tokens(config.rollout.max_tokens_to_generate)
 
 
 def check(config: RLRun) -> None:

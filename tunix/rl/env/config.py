@@ -88,3 +88,13 @@ class EpisodeConfig:
         f"memory_bytes is {self.memory_bytes} and isolation {self.isolation!r}; only a "
         'process has a limit of its own. Set isolation="process", or leave it out'
       )
+
+  def new_tokens(self, action_tokens: int) -> int:
+    """Returns the most tokens of a row after its first prompt.
+
+    Args:
+      action_tokens: most tokens of an action, after the only one of which an episode of
+        one turn ends.
+    """
+    is_one = self.max_turns == 1
+    return min(self.max_tokens, action_tokens) if is_one else self.max_tokens

@@ -116,7 +116,8 @@ class EnvEvaluation:
     makers = episodes_lib.makers_of(self._make, batch, self._size, self._processes)
     key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
     sizes = {"episodes": len(makers) * self._size}
-    limit = config.max_prompt_length + limits.max_tokens
+    most = limits.new_tokens(config.max_tokens_to_generate)
+    limit = config.max_prompt_length + most
     with engine.sampling_client(config, key, limit=limit, **sizes) as client:
       return runner.run(makers, self._size, client)
 

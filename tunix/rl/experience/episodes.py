@@ -176,7 +176,8 @@ class Episodes:
   ) -> list[Episode]:
     """Runs the episodes of some prompts of a batch."""
     config = self._cluster.cluster_config.rollout(mode)
-    limit = config.max_prompt_length + self.config.max_tokens
+    most = self.config.new_tokens(config.max_tokens_to_generate)
+    limit = config.max_prompt_length + most
     sizes = {"episodes": len(mine) * group, "limit": limit, "first": mine.start * group}
     if not mine:
       return []
@@ -223,8 +224,9 @@ class Episodes:
     *,
     has_versions: bool = False,
   ) -> Rollouts:
-    config = self._cluster.cluster_config
-    widths = config.rollout(mode).max_prompt_length, self.config.max_tokens
+    config = self._cluster.cluster_config.rollout(mode)
+    most = self.config.new_tokens(config.max_tokens_to_generate)
+    widths = config.max_prompt_length, most
     options = {"bucketed": self._bucketed, "has_versions": has_versions}
     if (reader := self._cluster.images) is not None:
       options["blank"] = reader.row((), self.config.max_image_tokens)

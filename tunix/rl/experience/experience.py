@@ -267,7 +267,7 @@ class Experience:
   def max_tokens(self, config: RolloutConfig) -> int:
     """Returns the largest number of tokens of a completion."""
     if self._episodes is not None:
-      return self._episodes.config.max_tokens
+      return self._episodes.config.new_tokens(config.max_tokens_to_generate)
     return config.max_tokens_to_generate
 
   def _sampled(

@@ -41,7 +41,7 @@ _SIGNS = {
     _BATCHES,
     lambda first, last, mean: mean >= 0.5,
     "{mean:.0%} of the completions were cut at the token limit; raise "
-    "rollout.max_tokens_to_generate (in episodes episode.max_tokens)",
+    "rollout.max_tokens_to_generate (in episodes of several turns episode.max_tokens)",
   ),
   "rewards/score/mean": _Sign(
     _STEPS,  # the quarters of a few batches are one noisy value each

@@ -1,7 +1,8 @@
 """Samples the next token of each row by its own rules, with its log-probabilities.
 
-The functions are those of `sampling` and `filters`; a rule that no row of the batch
-uses costs nothing, and a row's token depends on its own rules only.
+The functions are those of `sampling` and `filters`. A rule that no row of a batch uses
+costs nothing, except on GPUs (see `Rules.when`). A row's token depends on its own rules
+only.
 """
 
 from __future__ import annotations
@@ -19,10 +20,6 @@ from tunix.models.transformer.experts.route_records import RouteForm
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
-
-# Flags whose branch a GPU computes in any case: it would wait for the host at a branch,
-# and no CUDA graph could hold the round. The others sort or copy the logits.
-_CHEAP = ("draws", "scores")
 
 
 @jax.tree_util.register_dataclass
@@ -63,12 +60,22 @@ class Rules:
   tops: Leaf
   uses: frozenset[str] = dataclasses.field(metadata={"static": True})
 
-  def when(self, name: str, then: Callable[[], Any], otherwise: object) -> Any:
-    """Returns `then()` if the flag is True, and else `otherwise`."""
+  def when(
+    self,
+    name: str,
+    then: Callable[[], Any],
+    otherwise: object,
+    *,
+    is_cheap: bool = False,
+  ) -> Any:
+    """Returns `then()` if the flag is True, and else `otherwise`.
+
+    A GPU computes what is cheap in any case: it would wait for the host at a branch.
+    """
     if name not in self.uses:
       return otherwise
     flag = getattr(self, name)
-    if name in _CHEAP and mesh_lib.context_platform() == "gpu":
+    if is_cheap and mesh_lib.context_platform() == "gpu":
       return jax.tree.map(lambda x, y: jnp.where(flag, x, y), then(), otherwise)
     return jax.lax.cond(flag, then, lambda: otherwise)
 
@@ -158,9 +165,13 @@ def choose(
     "draws",
     lambda: _drawn(biased, rules, index, best, head),
     (best, _zeros(best), *_no_head(best.shape, head)),
+    is_cheap=not head,
   )
   logps = rules.when(
-    "scores", lambda: sampling.token_logps(logits, tokens), _zeros(best)
+    "scores",
+    lambda: sampling.token_logps(logits, tokens),
+    _zeros(best),
+    is_cheap=True,
   )
   top_ids, top_logps = rules.when(
     "tops", lambda: most_likely(logits, tops), _no_tops(best, tops)
@@ -199,7 +210,10 @@ def _drawn(
   fold = jax.vmap(jax.random.fold_in)
   sampled = sampling.sample(fold(fold(keys, rules.rows), index), allowed)
   logps = rules.when(
-    "scores", lambda: sampling.token_logps(allowed, sampled), _zeros(best)
+    "scores",
+    lambda: sampling.token_logps(allowed, sampled),
+    _zeros(best),
+    is_cheap=True,
   )
 
   def pick(x, y):

@@ -1,0 +1,169 @@
+"""Completions of a real model by tunix and by transformers: wall and CPU seconds.
+
+  python -m benchmarks.real_answers generate --model SMOLLM2 [--dtype bfloat16]
+  python -m benchmarks.real_answers serve --clients 8 --model SMOLLM2
+  python -m benchmarks.real_answers pairs generate --model SMOLLM2 --torch PYTHON -n 5
+
+`generate` completes 16 prompts of 20 to 110 tokens at once, greedily, with 128 tokens
+each. `serve` answers `--clients` clients, each with 4 requests of 64 tokens, one after
+the other: tunix by `tunix serve`, transformers by a call for each request in turn,
+without a server. The seconds are those of a second run in the same process, after one
+that compiles; CPU seconds of `serve` are those of the server. `pairs` runs the
+libraries in turn, each in a fresh process.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+PROMPTS, NEW_TOKENS = 16, 128
+REQUESTS, ANSWER = 4, 64
+
+
+def prompts(count, first=0):
+  """Returns texts of different lengths."""
+  words = pathlib.Path(__file__).with_name("real.py").read_text().split()
+  numbers = range(first, first + count)
+  return [" ".join(words[9 * i : 9 * i + 8 + 5 * (i % 8)]) for i in numbers]
+
+
+def measured(run, count, clock=time.process_time):
+  """Returns wall and CPU seconds of the second of two runs, which has other texts."""
+  run(prompts(count))
+  wall, cpu = time.perf_counter(), clock()
+  run(prompts(count, first=count))
+  return time.perf_counter() - wall, clock() - cpu
+
+
+def tunix_generate(args):
+  from tunix.generate.sampler import Sampler
+  from tunix.generate.tokenizer_adapter import TokenizerAdapter
+  from tunix.models.automodel import AutoModel
+
+  model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
+  sampler = Sampler(model, TokenizerAdapter.from_pretrained(args.model))
+  none = [49151]  # an id that is hardly drawn
+  return measured(lambda texts: sampler(texts, NEW_TOKENS, eos_tokens=none), PROMPTS)
+
+
+def tunix_serve(args):
+  import httpx
+  import psutil
+
+  words = [sys.executable, "-m", "tunix.cli.main", "serve", args.model, "--port", "0"]
+  words += ["--dtype", args.dtype, "--slots", "8", "--max_tokens", "512"]
+  server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, bufsize=1)
+  try:
+    assert server.stdout is not None
+    found = (re.search(r"http://[\w.]+:\d+", line) for line in server.stdout)
+    url = next(match[0] for match in found if match)
+    name = pathlib.Path(args.model).name
+
+    def client(texts):
+      for text in texts:
+        body = {"model": name, "prompt": text, "max_tokens": ANSWER, "temperature": 0}
+        reply = httpx.post(
+          f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=600
+        )
+        assert reply.json()["usage"]["completion_tokens"] == ANSWER, reply.text
+
+    process = psutil.Process(server.pid)
+
+    def clock():
+      used = process.cpu_times()
+      return used.user + used.system
+
+    def run(texts):
+      with concurrent.futures.ThreadPoolExecutor(args.clients) as pool:
+        list(pool.map(client, (texts[i :: args.clients] for i in range(args.clients))))
+
+    return measured(run, args.clients * REQUESTS, clock)
+  finally:
+    server.terminate()
+    server.wait()
+
+
+def transformers_of(args):
+  """Returns a function that completes texts with a fixed number of tokens."""
+  import torch
+  from transformers import AutoModelForCausalLM, AutoTokenizer
+
+  model = AutoModelForCausalLM.from_pretrained(
+    args.model, dtype=getattr(torch, args.dtype)
+  )
+  tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+  tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+  def complete(texts, tokens):
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    model.generate(**inputs, **lengths, do_sample=False)
+
+  return complete
+
+
+def transformers_generate(args):
+  complete = transformers_of(args)
+  return measured(lambda texts: complete(texts, NEW_TOKENS), PROMPTS)
+
+
+def transformers_serve(args):
+  complete = transformers_of(args)
+  return measured(
+    lambda texts: [complete([text], ANSWER) for text in texts], args.clients * REQUESTS
+  )
+
+
+def pairs(args):
+  """Runs both libraries in turn and prints the ratios of their figures."""
+  pythons = {"tunix": sys.executable, "transformers": args.torch}
+  results = {lib: [] for lib in pythons}
+  for _ in range(args.n):
+    for lib, python in pythons.items():
+      words = [python, __file__, args.what, "--lib", lib, "--model", args.model]
+      words += ["--dtype", args.dtype, "--clients", str(args.clients)]
+      out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+      results[lib].append(json.loads(out.splitlines()[-1]))
+      print(out.splitlines()[-1], flush=True)
+  for key in ("wall_s", "cpu_s"):
+    ours, theirs = ([one[key] for one in results[lib]] for lib in pythons)
+    ratios = sorted(b / a for a, b in zip(ours, theirs))
+    both = statistics.median(ours), statistics.median(theirs)
+    print(
+      f"{key}: tunix {both[0]:.4g}, transformers {both[1]:.4g}; ratio "
+      f"{both[1] / both[0]:.2f} (pairs {ratios[0]:.2f} to {ratios[-1]:.2f})"
+    )
+
+
+def main():
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("job", choices=("generate", "serve", "pairs"))
+  parser.add_argument("what", nargs="?", choices=("generate", "serve"))
+  parser.add_argument("--lib", choices=("tunix", "transformers"), default="tunix")
+  parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+  parser.add_argument("--clients", type=int, default=1)
+  parser.add_argument("--torch", help="of pairs: an interpreter with transformers")
+  parser.add_argument("-n", type=int, default=5, help="of pairs")
+  args = parser.parse_args()
+  if args.job == "pairs":
+    if args.what is None or args.torch is None:
+      parser.error("pairs needs generate or serve, and --torch PYTHON")
+    pairs(args)
+    return
+  wall, cpu = globals()[f"{args.lib}_{args.job}"](args)
+  figures = {"job": args.job, "lib": args.lib, "dtype": args.dtype}
+  figures |= {"clients": args.clients} if args.job == "serve" else {}
+  print(json.dumps(figures | {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2)}))
+
+
+if __name__ == "__main__":
+  main()
