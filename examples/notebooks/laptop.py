@@ -7,8 +7,8 @@
 # - to write the tuned model as a GGUF file;
 # - to improve it at sums with GRPO and right answers only.
 #
-# [A page](../../docs/guides/laptop.md) has the same jobs as commands, with more seeds and
-# with the same jobs by TRL.
+# [A page](../../docs/guides/laptop.md) has the same jobs as commands, with more seeds
+# and with the same jobs by TRL.
 
 # %% include install
 
@@ -43,26 +43,25 @@ print(f"{MODEL.name}: {MODEL.stat().st_size / 1e6:.0f} MB")
 
 # %% [markdown]
 # ## Support tickets
-# A shop wants five fields of each ticket as JSON. These are the definitions of
-# [tickets.py](../real_model/tickets.py) that make tickets and compare answers.
-
-# %% quote real_model/tickets: ticket share
-
-# %% [markdown]
-# The names, products and phrases are in the same file.
+# A shop wants five fields of each ticket as JSON. The tickets are put together from
+# phrases: problems and wishes have two or more phrases each.
 
 # %%
-sys.path.insert(0, "../real_model")
-from tickets import exact_fields, records
+import json
+import random
 
+# %% quote real_model/tickets: NAMES FAMILIES PRODUCTS PROBLEMS WISHES LAYOUTS GREETINGS
+
+# %% quote real_model/tickets: INSTRUCTION ticket records share exact_fields
+
+# %%
 made = records(500, seed=0)
 train, held_out = made[:400], made[400:440]
 print(held_out[0]["prompt"][1]["content"])
 print(held_out[0]["response"])
 
 # %% [markdown]
-# The model can follow the instruction before training only in part: most answers are
-# letters to the customer.
+# Before training, the model answers the customer and writes no JSON.
 
 # %%
 from tunix.data import chat
@@ -106,7 +105,6 @@ tuned = tunix.sft(
   data=train,
   lora={"rank": 16, "alpha": 32},
   output_dir=HOME / "tickets",
-  max_length=192,
   global_batch_size=8,
   max_steps=STEPS,
   learning_rate=1e-3,
@@ -176,15 +174,15 @@ print(f"right sums: {right(MODEL, test):.0%} -> {start:.0%}")
 # contains it.
 
 # %%
-call = "chain_sum(size=1000, max_terms=2, max_digits=2, system=None)"
 trained = tunix.grpo(
   model={"path": form.export, "dtype": "float32"},
-  env=f"reasoning_gym:{call}",
+  data="reasoning_gym:chain_sum(size=1000, max_terms=2, max_digits=2, system=None)",
+  env="reasoning_gym",
   lora={"rank": 16, "alpha": 32},
   output_dir=HOME / "grpo",
   algorithm={"num_generations": 8, "beta": 0.0},
-  episode={"max_turns": 1, "max_tokens": 8},
-  rollout={"max_prompt_length": 72, "max_tokens_to_generate": 8},
+  episode={"max_turns": 1},
+  rollout={"max_prompt_length": 128, "max_tokens_to_generate": 8},
   global_batch_size=8,
   max_steps=STEPS,
   learning_rate=1e-4,
@@ -200,5 +198,5 @@ print(f"right sums: {start:.0%} -> {end:.0%}")
 # %% [markdown]
 # ## Try this
 # - Train on 96 tickets only, `STEPS = 12`. Which fields are wrong then?
-# - Set `max_digits` to 3 in both calls. How many prompts have right and wrong answers?
+# - Set `max_digits` to 3 in `SUMS` and in `data` of GRPO. What is the mean reward?
 # - Talk to the tuned model: `tunix chat --model` and the folder of `tuned.export`.
