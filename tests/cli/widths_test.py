@@ -131,7 +131,7 @@ def test_prompts_of_rollouts_have_the_length_of_the_longest(rollouts, monkeypatc
     return sizes[0].max_prompt_length
 
   alone = {"data__eval": "null"}
-  assert limit(**alone) == 64 and limit() == 128
+  assert limit(**alone) == 64 and limit() == 96
   assert limit(**alone, data__pad_to="max_length") == 256
   assert limit(**alone, rollout__max_prompt_length=40) == 40
   data = built(rollouts | alone)

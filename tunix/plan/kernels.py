@@ -21,7 +21,7 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-  """What one run of a program launches.
+  """Counts of what one run of a program launches.
 
   Attributes:
     kernels: kernels, library calls, copies and collectives. A loop of unknown length
