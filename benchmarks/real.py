@@ -165,12 +165,18 @@ def pairs(args):
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
       print(out.splitlines()[-1], flush=True)
-  for key in ("cpu_s", "wall_s", "peak_mb"):
-    ours, theirs = ([one[key] for one in results[lib]] for lib in pythons)
+  print_ratios(results, ("cpu_s", "wall_s", "peak_mb"))
+
+
+def print_ratios(results, keys):
+  """Prints the medians of two libraries' runs, and the ratios pair by pair."""
+  first, second = results
+  for key in keys:
+    ours, theirs = ([one[key] for one in runs] for runs in results.values())
     ratios = sorted(b / a for a, b in zip(ours, theirs))
     both = statistics.median(ours), statistics.median(theirs)
     print(
-      f"{key}: tunix {both[0]:.4g}, TRL {both[1]:.4g}; TRL / tunix "
+      f"{key}: {first} {both[0]:.4g}, {second} {both[1]:.4g}; {second} / {first} "
       f"{both[1] / both[0]:.2f} (pairs {ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
 

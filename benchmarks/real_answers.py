@@ -17,7 +17,6 @@ import concurrent.futures
 import json
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -122,6 +121,8 @@ def transformers_serve(args):
 
 def pairs(args):
   """Runs both libraries in turn and prints the ratios of their figures."""
+  from benchmarks import real  # not by the interpreter that has torch
+
   pythons = {"tunix": sys.executable, "transformers": args.torch}
   results = {lib: [] for lib in pythons}
   for _ in range(args.n):
@@ -131,14 +132,7 @@ def pairs(args):
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
       print(out.splitlines()[-1], flush=True)
-  for key in ("wall_s", "cpu_s"):
-    ours, theirs = ([one[key] for one in results[lib]] for lib in pythons)
-    ratios = sorted(b / a for a, b in zip(ours, theirs))
-    both = statistics.median(ours), statistics.median(theirs)
-    print(
-      f"{key}: tunix {both[0]:.4g}, transformers {both[1]:.4g}; ratio "
-      f"{both[1] / both[0]:.2f} (pairs {ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
+  real.print_ratios(results, ("wall_s", "cpu_s"))
 
 
 def main():
