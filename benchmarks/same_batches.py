@@ -20,7 +20,8 @@ import tempfile
 
 import numpy as np
 
-ROWS, COMPLETIONS, NEW_TOKENS = 4, 4, 24
+ROWS, COMPLETIONS, NEW_TOKENS = 2, 4, 24
+CHARACTERS = 240  # of a question, and of an answer
 RATES = {"sft": 1e-5, "lora": 2e-4, "dpo": 1e-5, "grpo": 1e-4}
 PROBES = ("The capital of France is", "def add(a, b):", "1, 2, 3,", "Once upon a time")
 
@@ -34,7 +35,7 @@ def records(case, steps):
   rows = 1 if case == "grpo" else ROWS
   out = []
   for i in range(rows * steps):
-    question, answer = (text[:600] for text in pairs[i % len(pairs)])
+    question, answer = (text[:CHARACTERS] for text in pairs[i % len(pairs)])
     prompt, answer = f"Question: {question}\nAnswer:", f" {answer}<|im_end|>"
     out.append(
       {

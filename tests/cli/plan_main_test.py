@@ -207,7 +207,7 @@ def peak_of(config):
   if config.model.quantize:
     whole -= 10
   row = {"block": 5, "offload": 4}.get(config.model.remat, 20)
-  return whole + row * config.training.micro_rows
+  return whole + row * config.training.micro_rows, "train step"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def peak_of(config):
 )
 def test_the_first_settings_that_fit(memory, words, peak):
   config = plan_main.settled(config_lib.load([*TINY, *WHOLE]), MESH)
-  found = plan_fit.first_remedy(config, 4, memory, peak_of)
+  found = plan_fit.first_remedy(config, 4, memory, peak_of, peak_of(config))
   assert (found and found.words, found and found.peak_bytes) == (words, peak)
 
 

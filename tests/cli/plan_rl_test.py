@@ -7,6 +7,7 @@ import pytest
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
 from tunix.cli import config as config_lib
 from tunix.cli.commands import plan as plan_main
+from tunix.cli.commands.planning import fit as plan_fit
 from tunix.cli.jobs.rl import rollout_configs
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.make import loading
@@ -130,12 +131,40 @@ def test_markdown_has_the_table(made):
   assert "\n| decode | 11 | " in text and "\n- rollouts: 16 rows" in text
 
 
-def test_fit_is_for_other_jobs(made):
+def test_fit_changes_what_takes_most():
+  """Each program needs what its batches say, and 10 bytes are the optimizer's."""
+
+  def peak(config):
+    rl = config.rl
+    needs = {
+      "actor update": 9 * (rl.train_micro_batch_size or rl.mini_batch_size),
+      "actor scoring": 3 * (rl.compute_logps_micro_batch_size or 8),
+      "engine decode": 5 * (rl.rollout_micro_batch_size or 8),
+    }
+    largest = max(needs, key=needs.__getitem__)
+    rest = 0 if config.training.offload_optimizer else 10
+    return needs[largest] + rest, largest
+
   config = plan_main.settled(config_lib.load(GRPO), MESH)
-  known = made.__class__(**{**made.__dict__, "memory_bytes": 1e9})
+  words = (
+    *("--rl.rollout_micro_batch_size=2", "--rl.train_micro_batch_size=2"),
+    *("--rl.compute_logps_micro_batch_size=2", "--training.offload_optimizer=true"),
+  )
+  assert plan_fit.micro_batches(config, 4) == [2, 4]  # prompts, of 2 rows each
+  for memory, expected in ((49, 1), (45, 2), (33, 3), (27, 4)):
+    found = plan_fit.first_remedy(config, 4, memory, peak, peak(config))
+    assert found is not None and found.words == words[:expected]
+  assert plan_fit.first_remedy(config, 4, 17, peak, peak(config)) is None
+  best = plan_fit.largest_micro_batch(config, 4, 60, peak)
+  assert best is not None and best.words == ("--rl.train_micro_batch_size=4",)
+
+
+def test_fit_compiles_what_a_step_runs(made):
+  config = plan_main.settled(config_lib.load(GRPO), MESH)
   mesh = topology.find("cpu:8").mesh(MESH)
-  with pytest.raises(ValueError, match=r"rl\.train_micro_batch_size"):
-    plan_main.advise(config, mesh, known)
+  known = made.__class__(**{**made.__dict__, "memory_bytes": made.peak_bytes - 1})
+  told = plan_main.advise(config, mesh, known)
+  assert told.startswith("it fits with: --model.remat=block (")
 
 
 @pytest.mark.parametrize(

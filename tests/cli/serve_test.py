@@ -218,6 +218,12 @@ def test_an_address_in_use_is_found_before_the_model_is_read(
   assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
+def test_programs_are_kept_in_a_folder_of_this_user(folder, tmp_path, capsys):
+  tmp_path.chmod(0o777)
+  assert runs.tunix("serve", folder, "--compilation_cache", tmp_path) == 2
+  assert "which can be written by every user" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
 def test_the_extra_is_named(folder, monkeypatch, capsys, package):
   monkeypatch.setitem(sys.modules, package, None)

@@ -67,6 +67,11 @@ class RunEstimate:
     return max(program.held_bytes for program in self.programs)
 
   @property
+  def largest(self) -> str:
+    """Name of the program that needs most."""
+    return max(self.programs, key=lambda program: program.held_bytes).name
+
+  @property
   def fits(self) -> bool | None:
     """True if every program fits into a device's memory; None: not known."""
     return None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes
@@ -192,14 +197,9 @@ class RunEstimate:
 
   def _remedy(self) -> str:
     """Returns what to try first if the run does not fit."""
-    largest = max(self.programs, key=lambda program: program.held_bytes).name
     if self.job == SERVE:
       return "lower --slots, --max_tokens or --cache_tokens, or take more chips"
-    if self.job not in ("grpo", "ppo"):
-      return "--fit looks for settings that do"
-    sizes = {"update": "train", "scoring": "compute_logps", "stamp": "train"}
-    kind = sizes.get(largest.rpartition(" ")[2], "rollout")
-    return f"{largest} takes most: lower rl.{kind}_micro_batch_size, or take more chips"
+    return f"{self.largest} takes most; --fit looks for settings that do"
 
   def _tail(self) -> list[str]:
     lines = []

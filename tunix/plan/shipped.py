@@ -90,7 +90,7 @@ def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
   the manifest does not list.
 
   Args:
-    folder: made if missing, for this user alone.
+    folder: made if missing, for this user alone; `~` is the home folder.
     key: key that `write` signed the folder with; None: the folder is not signed.
 
   Raises:
@@ -98,13 +98,13 @@ def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
       write it; or the key and the folder do not belong together.
     OSError: the folder cannot be made or read.
   """
-  root = pathlib.Path(folder)
+  root = pathlib.Path(folder).expanduser().absolute()
   root.mkdir(mode=0o700, parents=True, exist_ok=True)
   _check_writers(root)
   if root.stat().st_mode & 0o011:  # else no other user reaches the entries
     for entry in root.iterdir():
       _check_writers(entry)
-  settings = _cache_settings(folder, is_portable=is_in(folder))
+  settings = _cache_settings(root, is_portable=is_in(root))
   # Others cannot write here after these checks: what JAX loads later has passed them.
   if (problem := _distrust(root, key)) is not None:
     raise ValueError(f"compilation_cache is {str(folder)!r}, {problem}")

@@ -209,7 +209,8 @@ def _plan(
       out = dataclasses.replace(out, shipped=message)
   if not fit:
     return out
-  return dataclasses.replace(out, advice=advise(config, grid, out, image_tokens))
+  told = advise(config, grid, out, image_tokens, sampling)
+  return dataclasses.replace(out, advice=told)
 
 
 def _estimate(
@@ -415,7 +416,11 @@ def _trainer(config: RunSettings, mesh: Mesh, sampling: Mesh | None = None) -> A
 
 
 def advise(
-  config: RunSettings, mesh: Mesh, estimate: RunEstimate, image_tokens: int = 0
+  config: RunSettings,
+  mesh: Mesh,
+  estimate: RunEstimate,
+  image_tokens: int = 0,
+  sampling: Mesh | None = None,
 ) -> str:
   """Searches for settings that fill the chips or fit into them; returns a sentence."""
   if estimate.memory_bytes is None:
@@ -423,21 +428,22 @@ def advise(
       "--fit compares with the memory of a device, which is not known for "
       f"{estimate.topology}: give the topology of a TPU or a GPU"
     )
-  if isinstance(config, RLRun):
-    raise ValueError(
-      f"--fit is not available for the job {config.job}: lower "
-      "rl.train_micro_batch_size, rl.rollout_micro_batch_size or "
-      "rl.compute_logps_micro_batch_size, whichever belongs to the program that takes "
-      "most, and plan again"
-    )
 
-  def peak(config: RunSettings) -> int:
-    records = _records(config, _trainer(config, mesh), mesh, image_tokens)
-    return program.peak_of(records[STEP]) + residents.beside(records)[STEP]
+  def peak(config: RunSettings) -> tuple[int, str]:
+    trainer = _trainer(config, mesh, sampling)
+    records = _records(config, trainer, mesh, image_tokens)
+    if STEP in records:  # an evaluation's program needs less
+      return program.peak_of(records[STEP]) + residents.beside(records)[STEP], STEP
+    planned = _planned(config, trainer, records, mesh, estimate.chip, sampling)
+    largest = max(planned.values(), key=lambda one: one.held_bytes)
+    return largest.held_bytes, largest.name
 
   shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))
-  search = plan_fit.largest_micro_batch if estimate.fits else plan_fit.first_remedy
-  better = search(config, shards, estimate.memory_bytes, peak)
+  memory, found = estimate.memory_bytes, (estimate.peak_bytes, estimate.largest)
+  if estimate.fits:
+    better = plan_fit.largest_micro_batch(config, shards, memory, peak)
+  else:
+    better = plan_fit.first_remedy(config, shards, memory, peak, found)
   if better is None:
     return "nothing here makes it fit: take more chips, or a smaller model"
   what = "the largest micro-batch that fits" if estimate.fits else "it fits with"

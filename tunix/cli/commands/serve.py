@@ -24,6 +24,7 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
+from tunix.plan import shipped
 from tunix.serve import server
 from tunix.serve.settings import ServeSettings
 from tunix.tinker import app as tinker_app, service as service_lib
@@ -56,6 +57,8 @@ class ServeOptions:
     draft_model: small model with the same tokenizer, whose tokens the model checks; or
       mtp, the layer for further tokens that the model's folder has.
     tinker: serves the Tinker training API under /api/v1.
+    compilation_cache: folder that keeps compiled programs, so that a later start takes
+      them from there.
   """
 
   model: str = setting(path="read", positional=True)
@@ -68,6 +71,7 @@ class ServeOptions:
   tp: int = 1
   draft_model: str | None = setting(None, path="read")
   tinker: bool = False
+  compilation_cache: str | None = setting(None, path="written")
 
   def __post_init__(self):
     checks.fields(self, replicas=checks.COUNT, tp=checks.COUNT)
@@ -122,6 +126,8 @@ def main(argv: Sequence[str]) -> None:
   # None: one engine on the default device, with its arrays on no mesh.
   is_one = args.replicas == args.tp == 1
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
+  if args.compilation_cache is not None:
+    shipped.use_cache(args.compilation_cache)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
   tinker = _tinker_settings(values)

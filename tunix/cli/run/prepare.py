@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +97,9 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   folder = run_folder.open_folder(config)
   if join:
     if config.compilation_cache is not None:
-      cache = pathlib.Path(config.compilation_cache).expanduser()
       file = config.compilation_cache_key
       key = None if file is None else shipped.read_key("compilation_cache_key", file)
-      shipped.use_cache(cache.absolute(), key)
+      shipped.use_cache(config.compilation_cache, key)
     processes.start(config)
   mesh = rollout_mesh = None
   if join or config.distributed.coordinator is None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from tunix.cli.jobs.rl_settings import RLRun
+from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings.run import RunSettings
 from tunix.models.lora import LoraConfig
 
-# Settings -> peak bytes of a device in the train step. Each call compiles the step.
-Peak = Callable[[Any], int]
+# Settings -> peak bytes of a device, and the program with this peak. Each call compiles
+# the programs of a step.
+Peak = Callable[[Any], tuple[int, str]]
+
+# Kind of an RL job's batches -> last words of the names of its programs.
+_PROGRAMS = {
+  "train": ("update", "stamp"),
+  "compute_logps": ("scoring",),
+  "rollout": ("prefill", "decode", "mixed", "unstack", "start"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +40,7 @@ class Fit:
 def largest_micro_batch(
   config: RunSettings, shards: int, memory: float, peak: Peak
 ) -> Fit | None:
-  """Returns the largest micro-batch that fits; None: not even the smallest fits.
+  """Returns the largest micro-batch of training that fits; None: none fits.
 
   Args:
     config: settled settings.
@@ -40,9 +51,10 @@ def largest_micro_batch(
   best, sizes = None, micro_batches(config, shards)
   while sizes:
     middle = len(sizes) // 2
-    bytes_ = peak(with_micro_batch(config, sizes[middle]))
+    word, changed = _micro_batch(config, "train", sizes[middle])
+    bytes_, _ = peak(changed)
     if bytes_ <= memory:
-      best = Fit((f"--training.micro_batch_size={sizes[middle]}",), bytes_)
+      best = Fit((word,), bytes_)
       sizes = sizes[middle + 1 :]
     else:
       sizes = sizes[:middle]
@@ -50,61 +62,144 @@ def largest_micro_batch(
 
 
 def first_remedy(
-  config: RunSettings, shards: int, memory: float, peak: Peak
+  config: RunSettings, shards: int, memory: float, peak: Peak, found: tuple[int, str]
 ) -> Fit | None:
   """Returns the first settings that fit; None: none do.
 
-  Each attempt keeps the changes before it. The order is that of their costs: first
-  changes that cost time, then a frozen base model, then a base of fewer bits.
+  Each attempt keeps the changes before it that save memory, and changes what the
+  program with the highest peak needs. The order is that of their costs: first changes
+  that cost time, then a frozen base model, then a base of fewer bits.
+
+  Args:
+    config, shards, memory, peak: see `largest_micro_batch`.
+    found: the result of `peak` for these settings.
   """
   words: list[str] = []
-  for word, config in _changes(config, shards):  # noqa: B020
-    words.append(word)
-    if (bytes_ := peak(config)) <= memory:
-      return Fit(tuple(words), bytes_)
-  return None
+  changes, (bytes_, largest) = list(_CHANGES), found
+  while bytes_ > memory:
+    offers = ((change, change(config, shards, largest)) for change in changes)
+    tried = next(((change, offer) for change, offer in offers if offer), None)
+    if tried is None:
+      return None
+    change, (word, changed) = tried
+    changes.remove(change)
+    if (now := peak(changed))[0] < bytes_:
+      words.append(word)
+      config, (bytes_, largest) = changed, now
+  return Fit(tuple(words), bytes_)
 
 
 def micro_batches(config: Any, shards: int) -> list[int]:
-  """Returns micro-batch sizes that divide a global batch and split over the mesh."""
-  rows = config.training.global_batch_size
-  return [n for n in range(shards, rows + 1, shards) if rows % n == 0]
+  """Returns micro-batch sizes that divide a batch and split over the mesh.
+
+  They count rows, or the prompts of an RL job, whose batch is that of an update.
+  """
+  count, rows = config.training.global_batch_size, 1
+  if isinstance(config, RLRun):
+    rows = JOBS[config.job].sequences(config) // count
+    count = config.rl.mini_batch_size or count
+  return [n for n in range(1, count + 1) if n * rows % shards == 0 == count % n]
 
 
-def with_micro_batch(config: Any, rows: int) -> Any:
-  """Returns the settings with `rows` rows in each training and evaluation batch."""
+def _micro_batch(config: Any, kind: str, size: int) -> tuple[str, Any]:
+  """Returns the argument for `size` rows or prompts at once, and settings with it.
+
+  Args:
+    config: the settings.
+    kind: "train", or another kind of an RL job's batches.
+    size: number of rows, or of prompts.
+  """
+  if isinstance(config, RLRun):
+    key = f"{kind}_micro_batch_size"
+    rl = dataclasses.replace(config.rl, **{key: size})
+    return f"--rl.{key}={size}", dataclasses.replace(config, rl=rl)
   training = dataclasses.replace(
-    config.training, micro_batch_size=rows, eval_batch_size=rows
+    config.training, micro_batch_size=size, eval_batch_size=size
   )
-  return dataclasses.replace(config, training=training)
+  changed = dataclasses.replace(config, training=training)
+  return f"--training.micro_batch_size={size}", changed
 
 
-def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
-  """Yields (argument, settings with it and with all arguments before it)."""
-  if config.model.remat not in ("block", "offload"):
-    config = _with_model(config, remat="block")
-    yield "--model.remat=block", config
-  smallest = micro_batches(config, shards)[0]
-  if config.training.micro_rows > smallest:
-    config = with_micro_batch(config, smallest)
-    yield f"--training.micro_batch_size={smallest}", config
-  if config.model.remat != "offload":
-    config = _with_model(config, remat="offload")
-    yield "--model.remat=offload", config
-  if not config.training.offload_optimizer and config.lora is None:
-    training = dataclasses.replace(config.training, offload_optimizer=True)
-    config = dataclasses.replace(config, training=training)
-    yield "--training.offload_optimizer=true", config
-  if not config.fits_adapter:
-    return
-  if config.lora is None:
-    config = dataclasses.replace(config, lora=LoraConfig(rank=16))
-    # Trained weights may need float32, frozen ones do not.
-    config = _with_model(config, param_dtype=config.model.dtype)
-    yield "--lora.rank=16", config
-  if config.model.quantize is None:
-    config = _with_model(config, quantize="nf4")
-    yield "--model.quantize=nf4", config
+# The changes of `first_remedy`. Each takes the settings, the number of parts that the
+# mesh splits rows into, and the name of the program with the highest peak. It returns
+# the argument and the settings with it, or None if the change is no help.
+Offer = tuple[str, Any] | None
+
+
+def _remat(config: Any, shards: int, largest: str) -> Offer:
+  del shards
+  if config.model.remat in ("block", "offload") or not _trains(config, largest):
+    return None
+  return "--model.remat=block", _with_model(config, remat="block")
+
+
+def _smallest(kind: str, config: Any, shards: int, largest: str) -> Offer:
+  if isinstance(config, RLRun):
+    if not largest.endswith(_PROGRAMS[kind]):
+      return None
+    if kind == "rollout" and config.rl.schedule == "greedy":
+      return None  # its engine works on several batches at once
+    whole = config.training.global_batch_size
+    now = getattr(config.rl, f"{kind}_micro_batch_size")
+    now = now or (kind == "train" and config.rl.mini_batch_size) or whole
+  elif kind == "train":
+    now = config.training.micro_rows
+  else:
+    return None
+  least = micro_batches(config, shards)[:1]
+  return _micro_batch(config, kind, least[0]) if least and least[0] < now else None
+
+
+def _offload_activations(config: Any, shards: int, largest: str) -> Offer:
+  del shards
+  if config.model.remat == "offload" or not _trains(config, largest):
+    return None
+  return "--model.remat=offload", _with_model(config, remat="offload")
+
+
+def _offload_models(config: Any, shards: int, largest: str) -> Offer:
+  del shards, largest
+  if not isinstance(config, RLRun) or config.rl.offload_to_cpu:
+    return None
+  rl = dataclasses.replace(config.rl, offload_to_cpu=True)
+  return "--rl.offload_to_cpu=true", dataclasses.replace(config, rl=rl)
+
+
+def _offload_optimizer(config: Any, shards: int, largest: str) -> Offer:
+  del shards, largest
+  if config.training.offload_optimizer or config.lora is not None:
+    return None
+  training = dataclasses.replace(config.training, offload_optimizer=True)
+  changed = dataclasses.replace(config, training=training)
+  return "--training.offload_optimizer=true", changed
+
+
+def _adapter(config: Any, shards: int, largest: str) -> Offer:
+  del shards, largest
+  if not config.fits_adapter or config.lora is not None:
+    return None
+  config = dataclasses.replace(config, lora=LoraConfig(rank=16))
+  # Trained weights may need float32, frozen ones do not.
+  return "--lora.rank=16", _with_model(config, param_dtype=config.model.dtype)
+
+
+def _quantize(config: Any, shards: int, largest: str) -> Offer:
+  del shards, largest
+  if not config.fits_adapter or config.lora is None or config.model.quantize:
+    return None
+  return "--model.quantize=nf4", _with_model(config, quantize="nf4")
+
+
+_CHANGES = (
+  _remat,
+  *(functools.partial(_smallest, kind) for kind in _PROGRAMS),
+  *(_offload_activations, _offload_models, _offload_optimizer, _adapter, _quantize),
+)
+
+
+def _trains(config: Any, name: str) -> bool:
+  """Returns whether a program computes gradients."""
+  return not isinstance(config, RLRun) or name.endswith(_PROGRAMS["train"])
 
 
 def _with_model(config: Any, **changes: Any) -> Any:
