@@ -8,11 +8,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from tests.plan import record_gpu
 from tunix.cli import main
+from tunix.generate.decoders import layout
 from tunix.perf import chips, hlo_flops
 from tunix.perf.hlo_text import Program
 from tunix.plan import apart, collectives, gpus, program, topology
@@ -61,11 +63,22 @@ def test_every_card_has_rates_and_the_memory_that_jax_takes(name, monkeypatch):
   assert chip.memory_bytes == card.memory * 3 // 4
   assert chip.memory_rate == pytest.approx(card.rate, rel=0.05) and chip.link_rate
   assert chip == dataclasses.replace(
-    chips.chip_of(card.kind), memory_bytes=chip.memory_bytes
+    chips.chip_of(card.kind), kind=card.kind, memory_bytes=chip.memory_bytes
   )
   monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
   assert gpus.chip(f"{name}:8").memory_bytes == card.memory // 2
   assert f"device_memory_size: {card.memory}" in str(card)
+
+
+def test_gathered_weights_fit_into_a_planned_card(monkeypatch):
+  """Engines on several cards ask for the memory of one, which a plan cannot."""
+  monkeypatch.setattr(chips, "_planned", [])
+  monkeypatch.setattr(gpus, "devices", lambda name: [])
+  found = topology.find("h100:8")
+  device = types.SimpleNamespace(device_kind=gpus.CARDS["h100"].kind, platform="gpu")
+  assert (
+    layout._memory_of(device) == found.memory_bytes == gpus.chip("h100").memory_bytes
+  )
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def chip(topology: str) -> Chip:
   known = chips.chip_of(card.kind)
   assert known is not None, card.kind
   share = float(env.value(_SHARE_VARIABLE) or _SHARE)
-  return dataclasses.replace(known, memory_bytes=math.floor(share * card.memory))
+  memory = math.floor(share * card.memory)
+  return dataclasses.replace(known, kind=card.kind, memory_bytes=memory)
 
 
 def check_packages(topology: str) -> None:

@@ -93,7 +93,8 @@ def find(name: str) -> Topology:
     RuntimeError: this machine has no such devices.
   """
   if gpus.is_name(name):
-    return Topology(name, gpus.devices(name), gpus.chip(name))
+    chips.plan_for(chip := gpus.chip(name))
+    return Topology(name, gpus.devices(name), chip)
   if (slice_ := _TPU.fullmatch(name)) is not None:
     return _tpu(name, slice_[1])
   if (cpu := re.fullmatch(r"cpu:(\d+)", name)) is not None:
