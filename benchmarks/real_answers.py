@@ -1,20 +1,24 @@
-"""Completions of a real model by tunix and by transformers: wall and CPU seconds.
+"""Completions of a real model by tunix and by others: wall and CPU seconds.
 
   python -m benchmarks.real_answers generate --model SMOLLM2 [--dtype bfloat16]
   python -m benchmarks.real_answers serve --clients 8 --model SMOLLM2
   python -m benchmarks.real_answers pairs generate --model SMOLLM2 --torch PYTHON -n 5
+  python -m benchmarks.real_answers pairs serve --model SMOLLM2 --llama PYTHON \
+    --gguf FILE -n 5
 
 `generate` completes 16 prompts of 20 to 110 tokens at once, greedily, with 128 tokens
 each. `serve` answers `--clients` clients, each with 4 requests of 64 tokens, one after
-the other: tunix by `tunix serve`, transformers by a call for each request in turn,
-without a server. The seconds are those of a second run in the same process, whose texts
-begin otherwise and are as long; `first_s` are those of the first run, which compiles.
-CPU seconds of `serve` are those of the server. `pairs` runs the libraries in turn, each
-in a fresh process.
+the other: tunix by `tunix serve`, transformers and llama.cpp (llama-cpp-python, with
+the file of `tunix export --gguf`) by a call for each request in turn, without a server.
+The seconds are those of a second run in the same process, whose texts begin otherwise
+and are as long; `first_s` are those of the first run, which compiles. CPU seconds of
+`serve` are those of the server. `pairs` runs the libraries in turn, each in a fresh
+process.
 """
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import pathlib
 import re
@@ -122,15 +126,32 @@ def transformers_serve(args):
   )
 
 
+def llama_serve(args):
+  import llama_cpp
+
+  llama = llama_cpp.Llama(args.model, n_ctx=512, n_threads=2, verbose=False)
+
+  def complete(texts):
+    for text in texts:
+      drawn = llama.generate(llama.tokenize(text.encode()), temp=0.0)
+      list(itertools.islice(drawn, ANSWER))
+
+  return measured(complete, args.clients * REQUESTS)
+
+
 def pairs(args):
   """Runs both libraries in turn and prints the ratios of their figures."""
-  from benchmarks import real  # not by the interpreter that has torch
+  from benchmarks import real  # not by the other interpreters
 
-  pythons = {"tunix": sys.executable, "transformers": args.torch}
-  results = {lib: [] for lib in pythons}
+  runs = {"tunix": (sys.executable, args.model)}
+  if args.llama is None:
+    runs["transformers"] = args.torch, args.model
+  else:
+    runs["llama"] = args.llama, args.gguf
+  results = {lib: [] for lib in runs}
   for _ in range(args.n):
-    for lib, python in pythons.items():
-      words = [python, __file__, args.what, "--lib", lib, "--model", args.model]
+    for lib, (python, model) in runs.items():
+      words = [python, __file__, args.what, "--lib", lib, "--model", model]
       words += ["--dtype", args.dtype, "--clients", str(args.clients)]
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
@@ -144,16 +165,19 @@ def main():
   )
   parser.add_argument("job", choices=("generate", "serve", "pairs"))
   parser.add_argument("what", nargs="?", choices=("generate", "serve"))
-  parser.add_argument("--lib", choices=("tunix", "transformers"), default="tunix")
+  libs = ("tunix", "transformers", "llama")
+  parser.add_argument("--lib", choices=libs, default="tunix")
   parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--clients", type=int, default=1)
   parser.add_argument("--torch", help="of pairs: an interpreter with transformers")
+  parser.add_argument("--llama", help="of pairs: one with llama-cpp-python, for serve")
+  parser.add_argument("--gguf", help="of pairs with llama.cpp: its file")
   parser.add_argument("-n", type=int, default=5, help="of pairs")
   args = parser.parse_args()
   if args.job == "pairs":
-    if args.what is None or args.torch is None:
-      parser.error("pairs needs generate or serve, and --torch PYTHON")
+    if args.what is None or not (args.torch or args.llama):
+      parser.error("pairs needs generate or serve, and --torch or --llama PYTHON")
     pairs(args)
     return
   seconds = globals()[f"{args.lib}_{args.job}"](args)
