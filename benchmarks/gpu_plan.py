@@ -22,6 +22,7 @@ _STEPS: dict[str, dict[str, Any]] = {
   "16,384 tokens": {"gb": 53.8, "ms": 225},
   "LoRA": {"lora": 16, "gb": 38.6, "ms": 198},
   "packed": {"packed": 300, "gb": 54.1, "ms": 331},
+  "packed cudnn": {"packed": 300, "attention": "cudnn"},
   "deterministic": {"flags": "--xla_gpu_deterministic_ops=true", "gb": 54.8, "ms": 241},
   "remat": {"rows": 32, "remat": "block", "gb": 16.1, "ms": 826},
   "micro-batches": {"rows": 32, "micro": 8, "gb": 58.1, "ms": 940},
@@ -58,14 +59,15 @@ def main() -> None:
 def step(
   topology: str,
   *,
-  gb: float,
-  ms: float,
+  gb: float | None = None,
+  ms: float | None = None,
   rows: int = 8,
   length: int = 2048,
   lora: int = 0,
   packed: int = 0,
   micro: int = 0,
   remat: str = "none",
+  attention: str = "auto",
   flags: str = "",
 ) -> dict[str, Any]:
   """Plans a train step, as `benchmarks.gpu sft` makes it."""
@@ -87,9 +89,8 @@ def step(
   where = topology_lib.find(topology)
   mesh = where.mesh({"fsdp": -1})
   sizes = families.preset(_PRESET)[1]()
-  sizes = dataclasses.replace(
-    sizes, dtype="bfloat16", param_dtype="bfloat16", remat=remat
-  )
+  kinds = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+  sizes = dataclasses.replace(sizes, **kinds, remat=remat, attention=attention)
   targets = lora_lib.LoraConfig(
     rank=lora or 1, alpha=float(lora or 1), targets=LORA_TARGETS
   )
@@ -119,7 +120,7 @@ def step(
   return {
     "planned_gb": round(planned, 2),
     "measured_gb": gb,
-    "planned_over_measured": round(planned / gb, 3),
+    "planned_over_measured": gb and round(planned / gb, 3),
     "bound_ms": round(1e3 * plan.seconds, 1),
     "measured_ms": ms,
     "mfu_at_most": round(work / plan.seconds / where.chip.flops / mesh.size, 3),

@@ -185,25 +185,38 @@ def test_several_arrays_in_one_all_reduce():
 class Lowered:
   """A program of which only the text is kept."""
 
+  def __init__(self, text):
+    self._text = text
+
   def as_text(self, **options):
     del options
-    return record_gpu.ATTENTION.read_text()
+    return self._text
 
 
-def test_cudnn_attention_counts_the_visible_pairs():
+# The names of the kernels, and those with a bias, which segments are.
+NAMES = ("Softmax", "ScaleBiasSoftmax")
+
+
+def attention_text(name):
+  return record_gpu.ATTENTION.read_text().replace("fmhaSoftmax", f"fmha{name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cudnn_attention_counts_the_visible_pairs(name):
   (rows, length), (heads, _) = record_gpu.ROW, record_gpu.HEADS
   window = record_gpu.WINDOW
   causal = sum(i + 1 for i in range(length))
   near = sum(min(i + 1, window) for i in range(length))
   # Forward: scores and values. Backward: scores again, and two gradients of each.
   products = 2 + 5
-  assert hlo_flops.count_flops(Lowered()).flops == (
+  assert hlo_flops.count_flops(Lowered(attention_text(name))).flops == (
     products * 2 * rows * heads * record_gpu.HEAD_DIM * (causal + near)
   )
 
 
-def test_cudnn_keeps_sums_that_a_plan_without_gpus_adds():
-  text = record_gpu.ATTENTION.read_text()
+@pytest.mark.parametrize("name", NAMES)
+def test_cudnn_keeps_sums_that_a_plan_without_gpus_adds(name):
+  text = attention_text(name)
   (rows, length), (heads, _) = record_gpu.ROW, record_gpu.HEADS
   sums = 3 * 4 * rows // 8 * length * heads * record_gpu.HEAD_DIM  # of one device
   assert program.kernel_bytes(Program(text, is_compiled=False)) == sums

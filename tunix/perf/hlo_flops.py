@@ -167,13 +167,13 @@ _SPLASH = {"fwd": 4.0, "dq": 6.0, "dkv": 8.0}
 
 # Likewise of cuDNN's. The backward kernel computes the scores again.
 _CUDNN = {"": 4.0, "Backward": 10.0}
-_CUDNN_KERNEL = re.compile(r'"__cudnn\$fmhaSoftmax(|Backward)"')
+CUDNN_KERNEL = re.compile(r'"__cudnn\$fmha(?:ScaleBias)?Softmax(|Backward)"')
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 
 
 def _kernel_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
   """Counts a kernel of attention; 0 for other kernels."""
-  if (match := _CUDNN_KERNEL.search(kernel.text)) is not None:
+  if (match := CUDNN_KERNEL.search(kernel.text)) is not None:
     return _cudnn_flops(_CUDNN[match[1]], kernel, operations)
   return _splash_flops(kernel, operations)
 

@@ -217,7 +217,8 @@ def kernel_bytes(text: hlo_text.Program) -> int:
       3 * 4 * math.prod(one.sizes)
       for operations in text.computations.values()
       for one in operations.values()
-      if '"__cudnn$fmhaSoftmaxBackward"' in one.text and not one.arrays[-1].bytes
+      if (kernel := hlo_flops.CUDNN_KERNEL.search(one.text)) is not None
+      and (kernel[1] and not one.arrays[-1].bytes)
     ),
     default=0,
   )

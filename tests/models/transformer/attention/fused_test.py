@@ -57,8 +57,9 @@ def sharded_case():
   return dataclasses.replace(case, **fields)
 
 
-def test_key_heads_that_tp_does_not_divide_stay_whole(mesh_fsdp4_tp2):
-  case = cases.case("causal", 1, length=16, rows=4, window=5)
+@pytest.mark.parametrize("kind", ["causal", "segments"])
+def test_key_heads_that_tp_does_not_divide_stay_whole(mesh_fsdp4_tp2, kind):
+  case = cases.case(kind, 1, length=16, rows=4, window=5)
   one = case.query[:, :, :2], case.key[:, :, :1], case.value[:, :, :1]
   run = functools.partial(fused.cudnn, rules=ShardingRules(), backend="xla")
   alone = run(*one, case.visible, **case.options)
@@ -81,9 +82,10 @@ def test_blocks_of_the_mask_are_as_they_are_said_to_be(window):
   assert mask[0:4, 40:44].shape == (1, 1)  # later than all of them
 
 
+@pytest.mark.parametrize("kind", ["causal", "segments"])
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_cudnn_is_asked_for_the_same_window(window):
-  case = cases.case("causal", 2, length=30, window=window)
+def test_cudnn_is_asked_for_the_same_window(window, kind):
+  case = cases.case(kind, 2, length=30, window=window)
   run = functools.partial(fused.cudnn, rules=ShardingRules(), backend="xla")
   cases.assert_equal(cases.value_and_grads(case, run), cases.plain(case))
 
@@ -157,7 +159,7 @@ def compile_for_tpu():
 def test_splash_step_compiles_for_tpu_chips():
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed: pip install 'jax[tpu]'")
-  code = "from tests.models.transformer import fused_test; fused_test.compile_for_tpu()"
+  code = f"from {__name__} import compile_for_tpu; compile_for_tpu()"
   done = subprocess.run(
     [sys.executable, "-c", code],
     env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -205,13 +205,15 @@ def test_auto(platform, changes, want):
   assert choose(call_of(platform=platform, **changes)) == want
 
 
+def test_what_was_not_measured_must_be_named():
+  assert choose(call_of(platform="gpu", segments=True), "cudnn") == "cudnn"
+
+
 def test_a_named_path_says_what_it_cannot_do_and_who_can():
-  call = call_of(
-    platform="gpu", softcap=True, segments=True, dtype="float32", head_dim=300
-  )
+  call = call_of(platform="gpu", softcap=True, mask=True, dtype="float32", head_dim=300)
   with pytest.raises(ValueError) as error:
     choose(call, "cudnn")
-  for part in ("soft cap", "segment ids", "dtype float32", "multiple of 8", "at most"):
+  for part in ("soft cap", "a mask", "dtype float32", "multiple of 8", "at most"):
     assert part in str(error.value)
   assert "['plain', 'blockwise']" in str(error.value)
 

@@ -7,7 +7,6 @@ splash in the Pallas interpreter and with the TPU compiler: no TPU has run it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -91,28 +90,39 @@ def cudnn(
 ) -> Float[Array, "B T N H"]:
   """Runs cuDNN's attention through `jax.nn.dot_product_attention`: causal, windows.
 
+  Segments are a bias of T * T numbers for each row, in the dtype of the queries.
+
   Args:
     query, key, value, visible, scale, softcap, window, rules: see
       `attention_paths.Path.run`.
     backend: "xla" computes the same function without cuDNN.
     sinks: None; the kernel has no sinks.
   """
-  # `attention_paths` allows this kernel only for causal calls without mask, segments,
-  # groups, soft cap or sinks, so these arguments hold no information here.
-  del visible, softcap, sinks
-  kernel = functools.partial(
-    jax.nn.dot_product_attention,
-    scale=scale,
-    is_causal=True,
+  # `attention_paths` allows this kernel only for causal calls without mask, groups,
+  # soft cap or sinks, so these arguments hold no information here.
+  del softcap, sinks
+
+  def rows(query, key, value, _, *segments):
     # `window` counts the query's own slot; JAX counts only the slots before it.
-    local_window_size=None if window is None else (window - 1, 0),
-    implementation=backend,
-  )
+    mask, span = None, None if window is None else (window - 1, 0)
+    if segments:
+      (ids,), slots = segments, jnp.arange(key.shape[1])
+      mask = ids[:, :, None] == ids[:, None]
+      if window is not None:  # cuDNN has no window beside a bias
+        mask, span = mask & (slots[:, None] - slots < window), None
+    return jax.nn.dot_product_attention(
+      query,
+      key,
+      value,
+      mask=None if mask is None else mask[:, None],
+      scale=scale,
+      is_causal=True,
+      local_window_size=span,
+      implementation=backend,
+    )
 
-  def rows(query, key, value, _):
-    return kernel(query, key, value)
-
-  return _per_shard(rows, rules, query, key, value)
+  segments = () if visible.segment_ids is None else (visible.segment_ids,)
+  return _per_shard(rows, rules, query, key, value, *segments)
 
 
 def _per_shard(

@@ -61,6 +61,7 @@ class Path:
       split over devices, the arrays are those of one device, and a `Split` replaces the
       rules.
     lacks: names in `FEATURES` that it does not support.
+    unmeasured: names of features for which "auto" does not choose it.
     platforms: platforms that it runs on; None for all.
     dtypes: supported dtypes of queries, keys and values; None for all.
     head_multiple, head_most: the head dimension must be a multiple of the first and at
@@ -69,6 +70,7 @@ class Path:
 
   run: Callable[..., jax.Array]
   lacks: tuple[str, ...] = ()
+  unmeasured: tuple[str, ...] = ()
   platforms: tuple[str, ...] | None = None
   dtypes: tuple[str, ...] | None = None
   head_multiple: int = 1
@@ -207,8 +209,11 @@ def choose(call: Call, implementation: str = "auto") -> str:
     limit = PLAIN_SCORES.get(call.platform, PLAIN_SCORES_ELSEWHERE)
     if call.scores <= limit:
       return "plain"
-    fitting = (n for n in ("splash", "cudnn") if not PATHS[n].refusals(call))
-    return next(fitting, "blockwise")
+    for name in ("splash", "cudnn"):
+      path = PATHS[name]
+      if not path.refusals(call) and call.features.isdisjoint(path.unmeasured):
+        return name
+    return "blockwise"
   if implementation not in PATHS:
     raise ValueError(
       f"attention implementation {implementation!r} is unknown: use 'auto' or one of "
@@ -302,11 +307,8 @@ PATHS = {
   ),
   "cudnn": Path(
     run=fused.cudnn,
-    # Segments would need a bias of T * S numbers, which is not tested.
-    lacks=(
-      *("softcap", "segments", "mask", "groups", "cache", "shared", "split"),
-      "sinks",
-    ),
+    lacks=("softcap", "mask", "groups", "cache", "shared", "split", "sinks"),
+    unmeasured=("segments",),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     head_multiple=8,
