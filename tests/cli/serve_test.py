@@ -260,11 +260,14 @@ def test_proxies_reach_the_server():
   assert proxies(words) == ("10.0.0.9", "10.1.0.0/16") and proxies(["a"]) == ()
 
 
-@pytest.mark.parametrize("words", [(), ("--replicas", 2), ("--draft_tokens", 2)])
-def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
-  served = []
+@pytest.mark.parametrize(
+  "words", [(), ("--replicas", 2, "--all_widths"), ("--draft_tokens", 2)]
+)
+def test_options_reach_each_engine(folder, monkeypatch, words):
+  served, wide = [], []
   monkeypatch.delenv("TUNIX_API_KEY", raising=False)
-  monkeypatch.setattr(Engine, "warm_up", lambda self, **_: None)
+  warm_up = lambda self, all_widths, **_: wide.append(all_widths)
+  monkeypatch.setattr(Engine, "warm_up", warm_up)
   take = lambda driver, *_, **__: served.append(driver)
   monkeypatch.setattr(serve.server, "serve", take)
   assert not runs.tunix("serve", folder, "--draft_model", folder, *words)
@@ -274,6 +277,7 @@ def test_a_draft_model_reaches_each_engine(folder, monkeypatch, words):
     assert one.engine._drafts.sources == ("none", "lookup", "model")
     assert one.engine.config.draft_tokens == (2 if "--draft_tokens" in words else 4)
   assert len(drivers) == (2 if "--replicas" in words else 1)
+  assert wide == ["--all_widths" in words] * len(drivers)
 
 
 def test_the_layer_for_further_tokens_reaches_the_engine(tmp_path, monkeypatch):

@@ -380,6 +380,19 @@ def test_constrained_requests_compile_nothing_after_a_warm_up():
   assert sizes() == warm and engine.stats().generated_tokens == 15
 
 
+def test_no_length_compiles_anything_after_a_warm_up_of_all_widths():
+  engine = make(slots=2, prefill_tokens=48, max_tokens=192)
+  used = launch.mixed, launch.decode
+  sizes = lambda: tuple(program._cache_size() for program in used)
+  engine.warm_up(all_widths=True)
+  warm = sizes()
+  for length, tokens in ((1, 20), (40, 80), (20, 170)):
+    asked = [ask([length % 50 + i] * length, tokens, temperature=1.0) for i in (1, 2)]
+    rows = engine.run(asked)
+    assert [len(row[0].tokens) for row in rows] == [tokens] * 2
+  assert sizes() == warm and engine.stats().generated_tokens == 2 * 270
+
+
 @pytest.mark.parametrize(
   ("sizes", "blocks"),
   [

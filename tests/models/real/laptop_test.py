@@ -19,6 +19,8 @@ SMALLER = {
   "tunix train examples/real_model/grpo.yaml": " --training.eval_batch_size=4 "
   "--data.eval='reasoning_gym:chain_sum(size=4, max_terms=2, max_digits=2)'"
   " --training.max_steps=2",
+  "tunix train examples/real_model/sft.yaml": " --training.max_steps=2"
+  " --schedule.args='{warmup_steps: 1}'",
   "tunix train": " --training.max_steps=2",
   "python examples/real_model/tasks.py --model": " --prompts 4",
   "python examples/real_model/pairs.py": " --tickets 16 --held_out 4",

@@ -57,6 +57,8 @@ class ServeOptions:
     draft_model: small model with the same tokenizer, whose tokens the model checks; or
       mtp, the layer for further tokens that the model's folder has.
     tinker: serves the Tinker training API under /api/v1.
+    all_widths: compiles the programs of texts of every length at the start, not when a
+      text first needs them; matters on CPUs alone.
     compilation_cache: folder that keeps compiled programs, so that a later start takes
       them from there.
   """
@@ -71,6 +73,7 @@ class ServeOptions:
   tp: int = 1
   draft_model: str | None = setting(None, path="read")
   tinker: bool = False
+  all_widths: bool = False
   compilation_cache: str | None = setting(None, path="written")
 
   def __post_init__(self):
@@ -157,6 +160,7 @@ def main(argv: Sequence[str]) -> None:
   grammars = _grammars(driver.engine, tokenizer)
   engine.warm_up(
     constraints=grammars is not None,
+    all_widths=args.all_widths,
     on_part=lambda n, m: print(f"compiling {n} of {m} {size}", flush=True),
   )
   ready = f"serving {settings.model_name} at"

@@ -208,12 +208,23 @@ class Engine:
     the size that the call needs.
     """
     if programs.is_recording():
-      tickets = [Ticket("a plan", request) for request in requests]
-      sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
-      recorded.launch(self._device, self.config, sequences, self._drafts.sources)
+      sequences = self._launch_without_work(
+        requests, is_whole=programs.records_all_sizes()
+      )
       self.close()
       return list(map(recorded.completions, sequences))
     return batch.run(self, requests)
+
+  def _launch_without_work(
+    self, requests: Seq[EngineRequest], *, is_whole: bool
+  ) -> list[Sequence]:
+    """Calls the programs of requests (run/recorded.py); returns their completions."""
+    tickets = [Ticket("a plan", request) for request in requests]
+    sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
+    recorded.launch(
+      *(self._device, self.config, sequences, self._drafts.sources), is_whole=is_whole
+    )
+    return sequences
 
   def is_open(self, ticket: Ticket) -> bool:
     """Returns True until all completions of a request have ended."""
@@ -285,23 +296,27 @@ class Engine:
     self,
     *,
     constraints: bool = False,
+    all_widths: bool = False,
     on_part: Callable[[int, int], None] = lambda number, count: None,
   ) -> None:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
     These are the programs without drafts and those of each source of drafts. Other
     programs compile at their first use: filters, biases, lists of likely tokens, scores
-    of prompts, and wider rows (see docs/guides/engine.md).
+    of prompts, and wider rows (see docs/guides/engine.md) without `all_widths`.
 
     Args:
       constraints: compile also the programs of constrained requests.
+      all_widths: compile the programs of plain requests for every width of rows, up to
+        `max_tokens`. It only matters where attention reads rows (CPUs).
       on_part: called before each part with its number (from 1) and the number of parts.
     """
     parts = batch.warm_up_parts(
       self.config, self.vocab_size, self._drafts.sources, constraints
     )
+    count = len(parts) + all_widths
     for number, (source, requests) in enumerate(parts, 1):
-      on_part(number, len(parts))
+      on_part(number, count)
       if source is None:
         self.sleep()  # frees the wide rows: a fresh engine starts with narrow ones
       self._drafts.use_only(source)
@@ -310,6 +325,10 @@ class Engine:
         # Compiles also the program that computes missing keys of the draft model.
         self._device.warm_up_moves()
     self._drafts.use_only(None)
+    if all_widths:
+      on_part(count, count)
+      requests = batch.plain_requests(self.config, 0)
+      self._launch_without_work(requests, is_whole=True)
     self._drafts.reset()
     self._launches.reset_counts()
     self.sleep()

@@ -1,9 +1,9 @@
-"""The programs of an engine for a plan: launches without work.
+"""The programs of an engine: launches without work, for plans and warm-ups.
 
 Which programs a launch runs depends on what was drawn before, so a plan cannot follow a
 run. It goes through launches of each kind instead, whose blocks have no token and whose
 slots decode nothing. Programs depend on sizes alone, so these are those of a run. The
-code is that of every launch (`Device.launch`), inside `programs.recording`.
+code is that of every launch (`Device.launch`), for plans inside `programs.recording`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tunix.generate.engine.scheduling.draft_policy import Source
 from tunix.generate.engine.scheduling.plan import Block, Plan
 from tunix.generate.engine.scheduling.sequence import Sequence
 from tunix.generate.tokens import Completion
-from tunix.perf import programs
 
 
 def launch(
@@ -28,22 +27,22 @@ def launch(
   config: EngineConfig,
   sequences: Seq[Sequence],
   sources: Seq[Source] = ("none",),
+  *,
+  is_whole: bool,
 ) -> None:
   """Calls the programs that an engine runs for completions.
 
-  These are the largest ones: the widest rows, and most prompt tokens in a round. If
-  `programs.records_all_sizes`, all others follow.
-
   Args:
-    device: the weights and the cache, of shapes.
+    device: the weights and the cache; of shapes for a plan.
     config: sizes of the engine.
     sequences: completions with all rules that the engine is to support.
     sources: all sources of drafts; the last one runs the most.
+    is_whole: call all programs, the widths of rows in ascending order. If False, those
+      of the largest sizes: the widest rows, and most prompt tokens in a round.
   """
   first = dataclasses.replace(
     sequences[0], uses=frozenset().union(*(s.uses for s in sequences)), slot=0
   )
-  is_whole = programs.records_all_sizes()
   widths = row_keeper.widths(config) if is_whole else [config.max_tokens]
   for width in widths:
     limit = min(width, config.max_tokens)
