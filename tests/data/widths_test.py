@@ -421,6 +421,9 @@ def test_pairs_share_rows_where_it_saves_tokens():
   assert str(found).startswith(f"{found.rows} in a batch, shared by short pairs, of ")
   full = [(64 // SEA - 1, 64 // SEA - 1, 64 // SEA - 2)] * 20
   assert shared_pairs(full, 8)[1].rows is None  # nothing to save
+  long = [(60, 2, 3)] * 3 + [(40, 2, 3)] * 20
+  assert shared_pairs(long, 8)[1].rows == 5
+  assert shared_pairs(long, 8, prompt_once=True)[1].rows is None  # that saves more
   made = sides([{**pair(1, 2, 3)}] * 8, 512, 512)
   assert widths.share(made.layout, scan(made, 4), 8).rows is None
   labels = [{"prompt": " sea", "completion": " sea", "label": True}] * 8

@@ -123,6 +123,7 @@ def share(
   batches: int = 1,
   shards: int = 1,
   row_unit: int = 1,
+  prompt_once: bool = False,
 ) -> Widths:
   """Chooses the widths and the number of rows that the records of a batch share.
 
@@ -136,14 +137,13 @@ def share(
     batch_size: records of a batch, which share its rows.
     batches: batches of an optimizer step, which share a width.
     row_unit: number of shards that the rows of a batch must divide over.
+    prompt_once: the prompt of a pair in its own row is computed for both completions.
   """
   alone = choose(layout, report, batch_size * batches, shards)
   if isinstance(layout, SideBySide):
-    counts, batch_size, plain = (
-      report.lengths.get("sequence", ()),
-      2 * batch_size,
-      alone.tokens,
-    )
+    prompt, completion = _row_limits(alone.layout)
+    plain = (prompt / 2 if prompt_once else prompt) + completion
+    counts, batch_size = report.lengths.get("sequence", ()), 2 * batch_size
     mean = _mean(counts) if counts else 0.0
   else:
     counts, mean = report.lengths["record"], report.tokens / report.kept

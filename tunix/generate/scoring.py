@@ -126,7 +126,7 @@ def score_completions(
     images=images,
   )
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
-  in_place = group_size == 1 and _splits_tokens(model)
+  in_place = group_size == 1 and splits_tokens(model)
   if head_ids is not None and (in_place or tile_rows is not None):
     raise ValueError(
       f"head_ids are given (score centering) and tile_rows is {tile_rows}; expected "
@@ -339,7 +339,7 @@ def _states(
   return _run(model, tokens, at, routes, rows.seen())
 
 
-def _splits_tokens(model: nnx.Module) -> bool:
+def splits_tokens(model: nnx.Module) -> bool:
   """Returns True if the mesh axis `cp` splits the tokens of a row over devices."""
   rules = decoders.sharding_rules(model)
   return rules is not None and sharding.token_axis(rules) is not None

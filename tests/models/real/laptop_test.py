@@ -15,13 +15,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.real]
 
 PAGE = docs_test.ROOT / "docs/guides/laptop.md"
 DOWNLOADS = ("pip ", "unzip ")  # a test has the extras, and smollm2.py the file
+FEW = "reasoning_gym:chain_sum(size=4, max_terms=2, max_digits=2, system=None)"
+STEPS = " --training.max_steps=2"
 SMALLER = {
-  "tunix train examples/real_model/grpo.yaml": " --training.eval_batch_size=4 "
-  "--data.eval='reasoning_gym:chain_sum(size=4, max_terms=2, max_digits=2)'"
-  " --training.max_steps=2",
-  "tunix train examples/real_model/sft.yaml": " --training.max_steps=2"
+  "tunix train examples/real_model/grpo.yaml": f"{STEPS} --data.eval='{FEW}'"
+  " --training.eval_batch_size=4",
+  "tunix train examples/real_model/sft.yaml": f"{STEPS}"
   " --schedule.args='{warmup_steps: 1}'",
-  "tunix train": " --training.max_steps=2",
+  "tunix train": STEPS,
   "python examples/real_model/tasks.py --model": " --prompts 4",
   "python examples/real_model/pairs.py": " --tickets 16 --held_out 4",
 }

@@ -194,7 +194,7 @@ def test_a_shared_prompt_gives_the_same_gradient(lora_rank):
   plain, shared = (drills.gradients(make(s), [batch]) for s in (False, True))
   drills.assert_same_gradients(shared, plain, tolerance=1e-6)
   flops = lambda s: make(s).lower_train_step(batch).compile().cost_analysis()["flops"]
-  assert flops(True) < 0.9 * flops(False)
+  assert flops(None) == flops(True) < 0.9 * flops(False)  # on a CPU
 
 
 def test_text_and_chats_train():

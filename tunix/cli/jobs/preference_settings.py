@@ -80,7 +80,7 @@ class DPOSettings(ResponseSettings):
     reference_free: replace the reference's log-probabilities by 0 in a loss that has a
       reference.
     shared_prompt: compute a pair's prompt once for both completions. The gradient is
-      the same up to rounding, and long prompts train faster.
+      the same up to rounding. null: on CPUs, unless pairs share rows.
     reference: folder of the reference. null: the model itself before the training (with
       adapters the same weights without them, else a second copy).
     reference_logps: folder of the reference's log-probabilities. They are computed
@@ -95,7 +95,7 @@ class DPOSettings(ResponseSettings):
   label_smoothing: float = 0.0
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   reference_free: bool = False
-  shared_prompt: bool = False
+  shared_prompt: bool | None = None
   unusable: Unusable = "error"
   reference: str | None = model_setting("reference")
   reference_logps: str | None = setting(None, path="written", may_change=True)
@@ -127,13 +127,13 @@ class ORPOSettings(ResponseSettings):
 
   Attributes:
     shared_prompt: compute a pair's prompt once for both completions. The gradient is
-      the same up to rounding, and long prompts train faster.
+      the same up to rounding. null: on CPUs, unless pairs share rows.
     lambda_orpo: weight of the odds ratio in the loss.
   """
 
   config_class = DPOTrainingConfig
 
-  shared_prompt: bool = False
+  shared_prompt: bool | None = None
   lambda_orpo: float = 0.1
   unusable: Unusable = "error"
 

@@ -51,7 +51,9 @@ def choose(
     rows, batches = sizes.micro_rows, sizes.micro_batches
   if config.shares_rows and not source.has_images:
     row_unit = mesh_axes.data_shards(config.mesh)
-    return widths.share(layout, report, rows, batches, shards, row_unit)
+    shared_prompt = getattr(getattr(config, "preference", None), "shared_prompt", False)
+    once = shared_prompt is None and jax.default_backend() == "cpu"
+    return widths.share(layout, report, rows, batches, shards, row_unit, once)
   return widths.choose(layout, report, rows * batches, shards)
 
 

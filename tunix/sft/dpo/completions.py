@@ -22,7 +22,7 @@ from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.steps.module_state import ModuleState
-from tunix.utils import checks
+from tunix.utils import checks, mesh as mesh_lib
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:
@@ -54,6 +54,23 @@ def checked_config(config: object, kind: type[CompletionsConfig]) -> Any:
       f"training_config is {checks.type_of(config)}; expected a {kind.__name__}"
     )
   return config
+
+
+def shares_prompts(chosen: bool | None, models: Sequence[nnx.Module]) -> bool:
+  """Returns whether the prompt of a pair in its own row is computed once.
+
+  Args:
+    chosen: `PreferenceConfig.shared_prompt`.
+    models: the policy, and the reference if it is a second model.
+  """
+  if chosen is not None:
+    return chosen
+  with mesh_lib.use_mesh(mesh_lib.mesh_of(nnx.state(models[0]))):
+    # The kernels of other platforms refuse such rows, and save more than the prompts.
+    return mesh_lib.context_platform() == "cpu" and all(
+      calling.adapt(model).shares_prompts and not scoring.splits_tokens(model)
+      for model in models
+    )
 
 
 def token_columns(rows: Rows) -> Rows:

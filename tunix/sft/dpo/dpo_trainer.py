@@ -114,6 +114,8 @@ class DPOTrainer(PeftTrainer):
     config = completions.checked_config(training_config, DPOTrainingConfig)
     self._logps = reference_logps if config.spec.needs_reference else None
     self._reference = _reference(config, model, ref_model, self._logps)
+    models = [one for one in (model, ref_model) if one is not None]
+    self._shares_prompts = completions.shares_prompts(config.shared_prompt, models)
     # A loss given by name reports the metric kl, which is wrong without a reference:
     # `reference_free` therefore passes the changed spec.
     self._pair_loss: preference.Loss = config.chosen_loss
@@ -155,9 +157,8 @@ class DPOTrainer(PeftTrainer):
     if self._logps is not None:
       out["reference"] = self._logps.logps(rows, pairs["weights"])
     elif self._reference is not None:
-      shared = self.training_config.shared_prompt
       out["reference"] = self._reference.logps(
-        self._module, self._state.mesh, rows, PAIR, shared
+        self._module, self._state.mesh, rows, PAIR, self._shares_prompts
       )
     return out
 
@@ -211,7 +212,7 @@ class DPOTrainer(PeftTrainer):
     )
 
   def _score(self, model: nnx.Module, batch: object) -> PairScores:
-    return _scores(model, batch, self.training_config.shared_prompt)
+    return _scores(model, batch, self._shares_prompts)
 
   def _train_step(
     self, model: nnx.Module, batch: object
@@ -224,7 +225,7 @@ class DPOTrainer(PeftTrainer):
       loss=self._pair_loss,
       options=tuple(sorted(self._pair_options.items())),
       beta=self.training_config.beta,
-      shared_prompt=self.training_config.shared_prompt,
+      shared_prompt=self._shares_prompts,
     )
 
   def _traced_losses(self) -> tuple[BatchLoss, BatchLoss]:

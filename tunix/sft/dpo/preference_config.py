@@ -87,7 +87,8 @@ class DPOTrainingConfig(CompletionsConfig):
     reference_free: replace the reference's log-probabilities by 0 in a loss that has a
       reference.
     shared_prompt: compute a pair's prompt once for both completions. The gradient is
-      the same up to rounding, and long prompts train faster. Only for our decoder.
+      the same up to rounding. Only for our decoder. None: on CPUs, if the models can;
+      elsewhere the kernels of attention take no such rows.
   """
 
   algorithm: Algorithm = "dpo"
@@ -97,7 +98,7 @@ class DPOTrainingConfig(CompletionsConfig):
   lambda_orpo: float = 0.1
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reference_free: bool = False
-  shared_prompt: bool = False
+  shared_prompt: bool | None = None
 
   def __post_init__(self):
     super().__post_init__()
