@@ -11,9 +11,9 @@ each. `serve` answers `--clients` clients, each with 2 requests of 64 tokens, on
 the other: tunix by `tunix serve`, transformers and llama.cpp (llama-cpp-python, with
 the file of `tunix export --gguf`) by a call for each request in turn, without a server.
 The seconds are those of a second run in the same process, whose texts begin otherwise
-and are as long; `first_s` are those of the first run, which compiles (transformers
-compile nothing, and have one run). CPU seconds of `serve` are those of the server. `pairs` runs the libraries in turn, each in a fresh
-process.
+and are as long; `first_s` are those of the first run, which compiles. transformers
+compile nothing, and have one run. CPU seconds of `serve` are those of the server.
+`pairs` runs the libraries in turn, each in a fresh process.
 """
 
 import argparse
