@@ -26,6 +26,7 @@ RENAMED = {
 FORMER_DEFAULTS = {
   "preference.max_prompt_length": 512,
   "preference.max_response_length": 512,
+  "preference.shared_prompt": False,
   "rl.bucketed_lengths": False,
 }
 
