@@ -178,6 +178,8 @@ def main():
   if args.job == "pairs":
     if args.what is None or not (args.torch or args.llama):
       parser.error("pairs needs generate or serve, and --torch or --llama PYTHON")
+    if args.llama and (args.torch or not args.gguf or args.what != "serve"):
+      parser.error("--llama needs serve and --gguf FILE, and excludes --torch")
     pairs(args)
     return
   seconds = globals()[f"{args.lib}_{args.job}"](args)

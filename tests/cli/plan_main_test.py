@@ -1,5 +1,6 @@
 """`tunix plan` on simulated devices: the programs are those that a run executes."""
 
+import dataclasses
 import json
 
 import jax
@@ -226,6 +227,21 @@ def test_the_first_settings_that_fit(memory, words, peak):
   config = plan_main.settled(config_lib.load([*TINY, *WHOLE]), MESH)
   found = plan_fit.first_remedy(config, 4, memory, peak_of, peak_of(config))
   assert (found and found.words, found and found.peak_bytes) == (words, peak)
+
+
+def test_a_base_of_four_bits_may_need_adapters():
+  """Adapters alone save nothing here."""
+
+  def peak(config):
+    return (60 if config.model.quantize else 100), "weights"
+
+  config = plan_main.settled(config_lib.load([*TINY, *WHOLE]), MESH)
+  found = plan_fit.first_remedy(config, 4, 70, peak, peak(config))
+  assert found is not None and found.words == ("--lora.rank=16 --model.quantize=nf4",)
+  config = dataclasses.replace(
+    config, export=dataclasses.replace(config.export, kind="full")
+  )
+  assert plan_fit.first_remedy(config, 4, 70, peak, peak(config)) is None
 
 
 def test_the_largest_micro_batch_that_fits():

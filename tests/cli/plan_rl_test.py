@@ -150,12 +150,18 @@ def test_fit_changes_what_takes_most():
     *("--rl.rollout_micro_batch_size=2", "--rl.train_micro_batch_size=2"),
     *("--rl.compute_logps_micro_batch_size=2", "--training.offload_optimizer=true"),
   )
-  assert plan_fit.micro_batches(config, 4) == [2, 4]  # prompts, of 2 rows each
+  assert plan_fit.micro_batches(config, 2) == [2, 4]  # prompts, of 2 rows each
+  assert plan_fit.micro_batches(config, 8) == [4]
+  assert plan_fit.micro_batches(config, 16) == [4]  # nothing splits
   for memory, expected in ((49, 1), (45, 2), (33, 3), (27, 4)):
-    found = plan_fit.first_remedy(config, 4, memory, peak, peak(config))
+    found = plan_fit.first_remedy(config, 2, memory, peak, peak(config))
     assert found is not None and found.words == words[:expected]
-  assert plan_fit.first_remedy(config, 4, 17, peak, peak(config)) is None
-  best = plan_fit.largest_micro_batch(config, 4, 60, peak)
+  assert plan_fit.first_remedy(config, 2, 17, peak, peak(config)) is None
+  greedy = dataclasses.replace(config.rl, schedule="greedy")
+  for own in ({"env": "a.py:Env"}, {"rl": greedy}):  # these sample all at once
+    other = dataclasses.replace(config, **own)
+    assert plan_fit.first_remedy(other, 2, 39, peak, peak(other)) is None
+  best = plan_fit.largest_micro_batch(config, 2, 60, peak)
   assert best is not None and best.words == ("--rl.train_micro_batch_size=4",)
 
 

@@ -222,6 +222,13 @@ def test_programs_are_kept_in_a_folder_of_this_user(folder, tmp_path, capsys):
   tmp_path.chmod(0o777)
   assert runs.tunix("serve", folder, "--compilation_cache", tmp_path) == 2
   assert "which can be written by every user" in capsys.readouterr().err
+  (key := tmp_path / "key").write_bytes(bytes(range(32)))
+  tmp_path.chmod(0o700)
+  key.chmod(0o600)
+  (programs := tmp_path / "programs").mkdir(mode=0o700)
+  words = "--compilation_cache", programs, "--compilation_cache_key", key
+  assert runs.tunix("serve", folder, *words) == 2
+  assert "which has no signed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])

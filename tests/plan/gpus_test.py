@@ -72,7 +72,7 @@ def test_every_card_has_rates_and_the_memory_that_jax_takes(name, monkeypatch):
 
 def test_gathered_weights_fit_into_a_planned_card(monkeypatch):
   """Engines on several cards ask for the memory of one, which a plan cannot."""
-  monkeypatch.setattr(chips, "_planned", [])
+  monkeypatch.setattr(chips, "_planned", {})
   monkeypatch.setattr(gpus, "devices", lambda name: [])
   found = topology.find("h100:8")
   device = types.SimpleNamespace(device_kind=gpus.CARDS["h100"].kind, platform="gpu")

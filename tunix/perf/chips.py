@@ -74,12 +74,12 @@ CHIPS = tuple(
 
 
 # Chips of the GPUs that this process plans for. They cannot be asked for their memory.
-_planned: list[Chip] = []
+_planned: dict[str, Chip] = {}
 
 
 def plan_for(chip: Chip) -> None:
   """Makes `chip_of` return this chip for its kind from now on."""
-  _planned.insert(0, chip)
+  _planned[chip.kind] = chip
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -89,7 +89,7 @@ def chip_of(device: Any) -> Chip | None:
     device: a `jax.Device`, or the text of its `device_kind`.
   """
   kind = device if isinstance(device, str) else device.device_kind
-  for chip in (*_planned, *CHIPS):
+  for chip in (*_planned.values(), *CHIPS):
     if kind.lower().startswith(chip.kind.lower()):
       return chip
   return None

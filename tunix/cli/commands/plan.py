@@ -432,8 +432,7 @@ def advise(
   def peak(config: RunSettings) -> tuple[int, str]:
     trainer = _trainer(config, mesh, sampling)
     records = _records(config, trainer, mesh, image_tokens)
-    if STEP in records:  # an evaluation's program needs less
-      return program.peak_of(records[STEP]) + residents.beside(records)[STEP], STEP
+    records.pop("evaluation", None)  # it needs less than a step
     planned = _planned(config, trainer, records, mesh, estimate.chip, sampling)
     largest = max(planned.values(), key=lambda one: one.held_bytes)
     return largest.held_bytes, largest.name
@@ -444,6 +443,8 @@ def advise(
     better = plan_fit.largest_micro_batch(config, shards, memory, peak)
   else:
     better = plan_fit.first_remedy(config, shards, memory, peak, found)
+  if better is None and estimate.fits:
+    return "no other micro-batch of training fits"
   if better is None:
     return "nothing here makes it fit: take more chips, or a smaller model"
   what = "the largest micro-batch that fits" if estimate.fits else "it fits with"

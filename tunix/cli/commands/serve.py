@@ -57,10 +57,11 @@ class ServeOptions:
     draft_model: small model with the same tokenizer, whose tokens the model checks; or
       mtp, the layer for further tokens that the model's folder has.
     tinker: serves the Tinker training API under /api/v1.
-    all_widths: compiles the programs of texts of every length at the start, not when a
-      text first needs them; matters on CPUs alone.
+    all_widths: compiles the programs of plain requests of every length at the start,
+      not when a text first needs them; matters on CPUs alone.
     compilation_cache: folder that keeps compiled programs, so that a later start takes
       them from there.
+    compilation_cache_key: file with the key of a folder that is signed.
   """
 
   model: str = setting(path="read", positional=True)
@@ -75,6 +76,7 @@ class ServeOptions:
   tinker: bool = False
   all_widths: bool = False
   compilation_cache: str | None = setting(None, path="written")
+  compilation_cache_key: str | None = setting(None, path="read")
 
   def __post_init__(self):
     checks.fields(self, replicas=checks.COUNT, tp=checks.COUNT)
@@ -112,7 +114,7 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such model, adapter, or file of options or keys.
-    OSError: the address cannot be used.
+    OSError: the address or the folder of programs cannot be used.
     ImportError: the extra `serve` is not installed.
     ValueError: a number out of range, two adapters of one name; or an address that
       other machines can reach, without an API key.
@@ -130,7 +132,9 @@ def main(argv: Sequence[str]) -> None:
   is_one = args.replicas == args.tp == 1
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
   if args.compilation_cache is not None:
-    shipped.use_cache(args.compilation_cache)
+    file = args.compilation_cache_key
+    key = None if file is None else shipped.read_key("--compilation_cache_key", file)
+    shipped.use_cache(args.compilation_cache, key)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
   tinker = _tinker_settings(values)

@@ -90,6 +90,20 @@ def test_cudnn_is_asked_for_the_same_window(window, kind):
   cases.assert_equal(cases.value_and_grads(case, run), cases.plain(case))
 
 
+def test_cudnn_gets_bits_of_segments_in_rows_of_even_length():
+  """cuDNN has no window beside a bias, and refuses a bias of odd lengths."""
+  case = cases.case("segments", 2, length=15, window=4)
+  run = functools.partial(fused.cudnn, rules=ShardingRules(), backend="xla")
+  cases.assert_equal(cases.value_and_grads(case, run), cases.plain(case))
+  text = str(
+    jax.make_jaxpr(lambda *x: run(*x, case.visible, **case.options))(
+      case.query, case.key, case.value
+    )
+  )
+  rows = case.query.shape[0]
+  assert f"bool[{rows},1,16,16]" in text
+
+
 def test_cudnn_is_what_is_asked_for():
   # On a machine without a GPU, JAX itself refuses.
   if jax.default_backend() == "gpu":

@@ -18,9 +18,9 @@ Peak = Callable[[Any], tuple[int, str]]
 
 # Kind of an RL job's batches -> last words of the names of its programs.
 _PROGRAMS = {
-  "train": ("update", "stamp"),
+  "train": ("update",),
   "compute_logps": ("scoring",),
-  "rollout": ("prefill", "decode", "mixed", "unstack", "start"),
+  "rollout": ("prefill", "decode", "mixed"),
 }
 
 
@@ -66,9 +66,10 @@ def first_remedy(
 ) -> Fit | None:
   """Returns the first settings that fit; None: none do.
 
-  Each attempt keeps the changes before it that save memory, and changes what the
-  program with the highest peak needs. The order is that of their costs: first changes
-  that cost time, then a frozen base model, then a base of fewer bits.
+  Each attempt keeps the changes before it that save memory. Rematerialization and
+  smaller batches are tried if the program with the highest peak has them. The order is
+  that of their costs: first changes that cost time, then a frozen base model, then a
+  base of fewer bits.
 
   Args:
     config, shards, memory, peak: see `largest_micro_batch`.
@@ -92,13 +93,17 @@ def first_remedy(
 def micro_batches(config: Any, shards: int) -> list[int]:
   """Returns micro-batch sizes that divide a batch and split over the mesh.
 
-  They count rows, or the prompts of an RL job, whose batch is that of an update.
+  They count rows, or the prompts of an RL job, whose batch is that of an update. If no
+  size splits, it is the whole batch, whose rows every shard then holds.
   """
   count, rows = config.training.global_batch_size, 1
   if isinstance(config, RLRun):
     rows = JOBS[config.job].sequences(config) // count
     count = config.rl.mini_batch_size or count
-  return [n for n in range(1, count + 1) if n * rows % shards == 0 == count % n]
+  sizes = [n for n in range(1, count + 1) if count % n == 0]
+  # Rows of a program are prompts if a group shares its prompt, else completions.
+  by_prompts = [n for n in sizes if n % shards == 0]
+  return by_prompts or [n for n in sizes if n * rows % shards == 0] or [count]
 
 
 def _micro_batch(config: Any, kind: str, size: int) -> tuple[str, Any]:
@@ -137,8 +142,9 @@ def _smallest(kind: str, config: Any, shards: int, largest: str) -> Offer:
   if isinstance(config, RLRun):
     if not largest.endswith(_PROGRAMS[kind]):
       return None
-    if kind == "rollout" and config.rl.schedule == "greedy":
-      return None  # its engine works on several batches at once
+    is_whole = config.env is not None or config.rl.schedule == "greedy"
+    if kind == "rollout" and is_whole:
+      return None  # their engine works on all prompts, or on several batches, at once
     whole = config.training.global_batch_size
     now = getattr(config.rl, f"{kind}_micro_batch_size")
     now = now or (kind == "train" and config.rl.mini_batch_size) or whole
@@ -146,8 +152,8 @@ def _smallest(kind: str, config: Any, shards: int, largest: str) -> Offer:
     now = config.training.micro_rows
   else:
     return None
-  least = micro_batches(config, shards)[:1]
-  return _micro_batch(config, kind, least[0]) if least and least[0] < now else None
+  least = micro_batches(config, shards)[0]
+  return _micro_batch(config, kind, least) if least < now else None
 
 
 def _offload_activations(config: Any, shards: int, largest: str) -> Offer:
@@ -178,16 +184,24 @@ def _adapter(config: Any, shards: int, largest: str) -> Offer:
   del shards, largest
   if not config.fits_adapter or config.lora is not None:
     return None
-  config = dataclasses.replace(config, lora=LoraConfig(rank=16))
+  try:
+    config = dataclasses.replace(config, lora=LoraConfig(rank=16))
+  except ValueError:  # another setting trains or exports all weights
+    return None
   # Trained weights may need float32, frozen ones do not.
   return "--lora.rank=16", _with_model(config, param_dtype=config.model.dtype)
 
 
 def _quantize(config: Any, shards: int, largest: str) -> Offer:
-  del shards, largest
-  if not config.fits_adapter or config.lora is None or config.model.quantize:
+  if not config.fits_adapter or config.model.quantize:
     return None
-  return "--model.quantize=nf4", _with_model(config, quantize="nf4")
+  words = ["--model.quantize=nf4"]
+  if config.lora is None:  # adapters alone have saved nothing
+    if (adapter := _adapter(config, shards, largest)) is None:
+      return None
+    words.insert(0, adapter[0])
+    config = adapter[1]
+  return " ".join(words), _with_model(config, quantize="nf4")
 
 
 _CHANGES = (
@@ -199,7 +213,7 @@ _CHANGES = (
 
 def _trains(config: Any, name: str) -> bool:
   """Returns whether a program computes gradients."""
-  return not isinstance(config, RLRun) or name.endswith(_PROGRAMS["train"])
+  return name.endswith(_PROGRAMS["train"] if isinstance(config, RLRun) else "step")
 
 
 def _with_model(config: Any, **changes: Any) -> Any:

@@ -191,7 +191,7 @@ class Device:
     scored: Scored = []
     for width, rounds in self._segments(plan.rounds):
       blocks = self._blocks_of(rounds, plan, width)
-      count = np.int32(len(rounds))
+      count = np.int32(0 if plan.is_empty else len(rounds))
       carry, scores = programs.call(
         "engine mixed", launch.mixed,
         *model, carry, rules, bank, blocks, count, draft,

@@ -61,15 +61,15 @@ def _plans(sequence: Sequence, config: EngineConfig, is_whole: bool) -> Iterator
   """Yields launches that run a program first in a launch, and after another one."""
   rounds = {n: [Block(sequence, 0, 0)] * n for n in config.block_counts}
   most = max(rounds)
-  yield Plan(rounds=[rounds[most]], decode_rounds=1)
+  yield Plan(rounds=[rounds[most]], decode_rounds=1, is_empty=True)
   if not is_whole:
     return
-  yield Plan(decode_rounds=1)
+  yield Plan(decode_rounds=1, is_empty=True)
   for blocks in rounds.values():
-    yield Plan(rounds=[blocks])
+    yield Plan(rounds=[blocks], is_empty=True)
     for before in (rounds[min(rounds)], rounds[most]):
       if before is not blocks and config.rounds > 1:
-        yield Plan(rounds=[before, blocks])
+        yield Plan(rounds=[before, blocks], is_empty=True)
 
 
 def completions(sequence: Sequence) -> list[Completion]:

@@ -57,6 +57,8 @@ class Plan:
     rounds: blocks of each round that prefills.
     decode_rounds: number of rounds after `rounds`; these only decode.
     forks: first tokens that are drawn for followers.
+    is_empty: the launch calls its programs without running a round; the blocks have no
+      tokens.
   """
 
   loads: list[Sequence] = dataclasses.field(default_factory=list)
@@ -64,6 +66,7 @@ class Plan:
   rounds: list[list[Block]] = dataclasses.field(default_factory=list)
   decode_rounds: int = 0
   forks: list[Fork] = dataclasses.field(default_factory=list)
+  is_empty: bool = False
 
   def fills_a_round(self, config: EngineConfig) -> bool:
     """Returns True if a round prefills `prefill_tokens` tokens."""

@@ -1,8 +1,9 @@
 """Attention by the kernels of a platform, each device on its own rows and heads.
 
 Both kernels compute causal self-attention without a cache. `attention_paths` lists
-their other features and refuses unsupported calls. cuDNN was checked on an H200, and
-splash in the Pallas interpreter and with the TPU compiler: no TPU has run it.
+their other features and refuses unsupported calls. cuDNN was checked on an H200 without
+segments, and splash in the Pallas interpreter and with the TPU compiler: no TPU has run
+it.
 """
 
 from __future__ import annotations
@@ -105,12 +106,18 @@ def cudnn(
   def rows(query, key, value, _, *segments):
     # `window` counts the query's own slot; JAX counts only the slots before it.
     mask, span = None, None if window is None else (window - 1, 0)
+    length = query.shape[1]
     if segments:
-      (ids,), slots = segments, jnp.arange(key.shape[1])
+      odd = length % 2  # cuDNN takes a bias of even lengths alone
+      query, key, value = (
+        jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (query, key, value)
+      )
+      ids = jnp.pad(segments[0], ((0, 0), (0, odd)))
+      slots = jnp.arange(length + odd)
       mask = ids[:, :, None] == ids[:, None]
       if window is not None:  # cuDNN has no window beside a bias
         mask, span = mask & (slots[:, None] - slots < window), None
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
       query,
       key,
       value,
@@ -120,6 +127,7 @@ def cudnn(
       local_window_size=span,
       implementation=backend,
     )
+    return out[:, :length]
 
   segments = () if visible.segment_ids is None else (visible.segment_ids,)
   return _per_shard(rows, rules, query, key, value, *segments)
