@@ -1,8 +1,10 @@
 """The test run: sets the environment of tests/world.py before anything imports jax."""
 
+import ctypes
 import gc
 import os
 import pathlib
+import resource
 import signal
 import sys
 import time
@@ -36,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # XLA aborts the process that asks for one more: the whole suite in two processes does,
 # and so does one file that calls models of all families operation by operation.
 _MOST_MAPPINGS = 20_000
+# Three workers share the memory of CI's machine, and the largest tests need 6 GB of it.
+_MOST_BYTES = 3 << 30
 _LOOK_S = 10.0  # between two looks within a file: reading 20,000 lines takes some ms
 _looked = 0.0
 _now = time.monotonic  # as it is here: tests replace it
@@ -50,9 +54,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
   if nextitem.path == item.path and _now() - _looked < _LOOK_S:
     return
   _looked = _now()
-  if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+  if not maps.exists():
+    return
+  is_large = nextitem.path != item.path and _resident_bytes() > _MOST_BYTES
+  if is_large or maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
     jax.clear_caches()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else the C library keeps what was freed
+
+
+def _resident_bytes() -> int:
+  pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+  return int(pages) * resource.getpagesize()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
