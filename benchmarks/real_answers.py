@@ -7,9 +7,10 @@
     --gguf FILE -n 5
 
 `generate` completes 16 prompts of 20 to 110 tokens at once, greedily, with 128 tokens
-each. `serve` answers `--clients` clients, each with 2 requests of 64 tokens, one after
-the other: tunix by `tunix serve`, transformers and llama.cpp (llama-cpp-python, with
-the file of `tunix export --gguf`) by a call for each request in turn, without a server.
+each. `serve` answers `--clients` clients, each with `--requests` answers of 64 tokens,
+one after the other: tunix by `tunix serve`, transformers and llama.cpp
+(llama-cpp-python, with the file of `tunix export --gguf`) by a call for each request in
+turn, without a server.
 The seconds are those of a second run in the same process, whose texts begin otherwise
 and are as long; `first_s` are those of the first run, which compiles. transformers
 compile nothing, and have one run. CPU seconds of `serve` are those of the server.
@@ -27,7 +28,7 @@ import sys
 import time
 
 PROMPTS, NEW_TOKENS = 16, 128
-REQUESTS, ANSWER = 2, 64
+ANSWER = 64
 
 
 def prompts(count, opening):
@@ -89,7 +90,7 @@ def tunix_serve(args):
       with concurrent.futures.ThreadPoolExecutor(args.clients) as pool:
         list(pool.map(client, (texts[i :: args.clients] for i in range(args.clients))))
 
-    return measured(run, args.clients * REQUESTS, clock)
+    return measured(run, args.clients * args.requests, clock)
   finally:
     server.terminate()
     server.wait()
@@ -123,7 +124,7 @@ def transformers_serve(args):
   complete = transformers_of(args)
   complete(prompts(1, "One"), ANSWER)
   each = lambda texts: [complete([text], ANSWER) for text in texts]
-  return measured(each, args.clients * REQUESTS, runs=("Two",))
+  return measured(each, args.clients * args.requests, runs=("Two",))
 
 
 def llama_serve(args):
@@ -136,7 +137,7 @@ def llama_serve(args):
       drawn = llama.generate(llama.tokenize(text.encode()), temp=0.0)
       list(itertools.islice(drawn, ANSWER))
 
-  return measured(complete, args.clients * REQUESTS)
+  return measured(complete, args.clients * args.requests)
 
 
 def pairs(args):
@@ -153,6 +154,7 @@ def pairs(args):
     for lib, (python, model) in runs.items():
       words = [python, __file__, args.what, "--lib", lib, "--model", model]
       words += ["--dtype", args.dtype, "--clients", str(args.clients)]
+      words += ["--requests", str(args.requests)]
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
       print(out.splitlines()[-1], flush=True)
@@ -170,6 +172,7 @@ def main():
   parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--clients", type=int, default=1)
+  parser.add_argument("--requests", type=int, default=4, help="of a client")
   parser.add_argument("--torch", help="of pairs: an interpreter with transformers")
   parser.add_argument("--llama", help="of pairs: one with llama-cpp-python, for serve")
   parser.add_argument("--gguf", help="of pairs with llama.cpp: its file")

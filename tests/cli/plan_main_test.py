@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -253,6 +254,23 @@ def test_the_largest_micro_batch_that_fits():
     words = found and found.words
     assert words == (best and (f"--training.micro_batch_size={best}",))
     assert found is None or found.peak_bytes == 100 + 20 * best
+
+
+def test_fit_measures_all_programs(made, monkeypatch):
+  """A smaller train step is no help where the scores of a teacher need more."""
+  planned = {
+    name: types.SimpleNamespace(name=name, held_bytes=size)
+    for name, size in (("train step", 1), ("scoring", 50))
+  }
+  for name, value in (("_trainer", None), ("_records", {}), ("_planned", planned)):
+    monkeypatch.setattr(plan_main, name, lambda *_, value=value: value)
+  config = plan_main.settled(config_lib.load(TINY), MESH)
+  mesh = topology.find("cpu:8").mesh(MESH)
+  known = made.__class__(**{**made.__dict__, "memory_bytes": made.peak_bytes - 1})
+  programs = [types.SimpleNamespace(name="scoring", held_bytes=50)]
+  known = dataclasses.replace(known, memory_bytes=40, programs=programs)
+  told = plan_main.advise(config, mesh, known)
+  assert told.startswith("nothing here makes it fit")
 
 
 def test_fit_compiles_the_step_anew(made):

@@ -83,6 +83,21 @@ def signing_key(file: str, folder: str | None) -> bytes:
   return read_key("--ship-key", file)
 
 
+def open_cache(folder: str | None, key_file: str | None) -> None:
+  """Keeps programs as the settings of a command say.
+
+  Args:
+    folder: the setting compilation_cache; None: JAX decides.
+    key_file: the setting compilation_cache_key; None: the folder is not signed.
+
+  Raises:
+    ValueError, OSError: see `read_key` and `use_cache`.
+  """
+  if folder is not None:
+    name = "compilation_cache_key"
+    use_cache(folder, None if key_file is None else read_key(name, key_file))
+
+
 def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
   """Keeps JAX's compilation cache in a folder from now on.
 

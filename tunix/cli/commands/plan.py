@@ -432,7 +432,6 @@ def advise(
   def peak(config: RunSettings) -> tuple[int, str]:
     trainer = _trainer(config, mesh, sampling)
     records = _records(config, trainer, mesh, image_tokens)
-    records.pop("evaluation", None)  # it needs less than a step
     planned = _planned(config, trainer, records, mesh, estimate.chip, sampling)
     largest = max(planned.values(), key=lambda one: one.held_bytes)
     return largest.held_bytes, largest.name

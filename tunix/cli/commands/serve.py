@@ -15,6 +15,7 @@ from tunix.cli.make import model_folders
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.export import Dtype
 from tunix.cli.settings.options import Section, Values
+from tunix.cli.settings.run import check_cache
 from tunix.data.images import ImageReader
 from tunix.generate.decoders import decoders
 from tunix.generate.engine import mtp, replicas
@@ -80,6 +81,7 @@ class ServeOptions:
 
   def __post_init__(self):
     checks.fields(self, replicas=checks.COUNT, tp=checks.COUNT)
+    check_cache(self.compilation_cache, self.compilation_cache_key)
 
   @property
   def name(self) -> str:
@@ -131,10 +133,7 @@ def main(argv: Sequence[str]) -> None:
   # None: one engine on the default device, with its arrays on no mesh.
   is_one = args.replicas == args.tp == 1
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
-  if args.compilation_cache is not None:
-    file = args.compilation_cache_key
-    key = None if file is None else shipped.read_key("--compilation_cache_key", file)
-    shipped.use_cache(args.compilation_cache, key)
+  shipped.open_cache(args.compilation_cache, args.compilation_cache_key)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
   tinker = _tinker_settings(values)

@@ -96,10 +96,7 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   """
   folder = run_folder.open_folder(config)
   if join:
-    if config.compilation_cache is not None:
-      file = config.compilation_cache_key
-      key = None if file is None else shipped.read_key("compilation_cache_key", file)
-      shipped.use_cache(config.compilation_cache, key)
+    shipped.open_cache(config.compilation_cache, config.compilation_cache_key)
     processes.start(config)
   mesh = rollout_mesh = None
   if join or config.distributed.coordinator is None:

@@ -259,11 +259,7 @@ class RunSettings(abc.ABC):
         "model.train_tower is true and lora.rank is set; adapters alone are trained. "
         "Leave one of them out, or name layers of the tower in lora.targets"
       )
-    if self.compilation_cache_key is not None and self.compilation_cache is None:
-      raise ValueError(
-        f"compilation_cache_key is {self.compilation_cache_key!r} and "
-        "compilation_cache is not set. Name the folder of `tunix plan --ship`"
-      )
+    check_cache(self.compilation_cache, self.compilation_cache_key)
     export_settings.check(self)
     self._check_best()
     if self.training.eval_every_n_steps is not None and not self.evaluates:
@@ -418,3 +414,12 @@ class StreamRun(RunSettings):
   def drops(self) -> bool:
     """True if records may be left out."""
     return super().drops or self.data.reasoning == "strip"
+
+
+def check_cache(folder: str | None, key_file: str | None) -> None:
+  """Refuses a key of the folder of compiled programs without the folder."""
+  if key_file is not None and folder is None:
+    raise ValueError(
+      f"compilation_cache_key is {key_file!r} and compilation_cache is not set. Name "
+      "the folder of `tunix plan --ship`"
+    )

@@ -66,7 +66,7 @@ def shares_prompts(chosen: bool | None, models: Sequence[nnx.Module]) -> bool:
   if chosen is not None:
     return chosen
   with mesh_lib.use_mesh(mesh_lib.mesh_of(nnx.state(models[0]))):
-    # The kernels of other platforms refuse such rows, and save more than the prompts.
+    # Other platforms have fast kernels of attention, which refuse such rows.
     return mesh_lib.context_platform() == "cpu" and all(
       calling.adapt(model).shares_prompts and not scoring.splits_tokens(model)
       for model in models

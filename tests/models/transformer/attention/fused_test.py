@@ -90,8 +90,8 @@ def test_cudnn_is_asked_for_the_same_window(window, kind):
   cases.assert_equal(cases.value_and_grads(case, run), cases.plain(case))
 
 
-def test_cudnn_gets_bits_of_segments_in_rows_of_even_length():
-  """cuDNN has no window beside a bias, and refuses a bias of odd lengths."""
+def test_segments_in_rows_of_odd_length_are_padded_for_cudnn():
+  """It refuses a bias of odd lengths."""
   case = cases.case("segments", 2, length=15, window=4)
   run = functools.partial(fused.cudnn, rules=ShardingRules(), backend="xla")
   cases.assert_equal(cases.value_and_grads(case, run), cases.plain(case))

@@ -115,7 +115,7 @@ def cudnn(
       ids = jnp.pad(segments[0], ((0, 0), (0, odd)))
       slots = jnp.arange(length + odd)
       mask = ids[:, :, None] == ids[:, None]
-      if window is not None:  # cuDNN has no window beside a bias
+      if window is not None:  # in the bias, too: no GPU was asked for both
         mask, span = mask & (slots[:, None] - slots < window), None
     out = jax.nn.dot_product_attention(
       query,
