@@ -63,6 +63,7 @@ BESIDES = {
     "stream": {"num_samples": None},
   },
   "chat": {"api_key_env": {"url": "u"}},
+  "serve": {"compilation_cache_key": {"compilation_cache": "programs"}},
 }
 
 
