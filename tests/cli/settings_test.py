@@ -557,6 +557,10 @@ def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
   written["rl"]["bucketed_lengths"] = False
   assert not former_lib.restore(load(), written).rl.bucketed_lengths
   del written["rl"]
+  pairs = {"preference": {"shared_prompt": False}}
+  dpo = config_lib.load(["--job=dpo"])
+  assert former_lib.restore(dpo, pairs).preference.shared_prompt is False
+  assert former_lib.restore(dpo, {}).preference.shared_prompt is None
   assert former.optimizer.decay_targets == (".*",)
   written["algorithm"]["num_generations"] = None  # as older versions wrote it
   assert former_lib.restore(load(), written).algorithm.num_generations == 2

@@ -22,6 +22,8 @@ _FORMER = {
 # Keys of `_FORMER` that no older version has. A run that was begun since then has
 # another value of one of them, unless all were given.
 _NEWEST = ("optimizer.decay_targets", "tokenizer.add_bos", "tokenizer.messages")
+# Keys whose default was False, with the one of today.
+_FORMERLY_FALSE = {"rl.bucketed_lengths": True, "preference.shared_prompt": None}
 # The former default of algorithm.num_generations, and the one of today.
 _FORMER_GENERATIONS = (2, 8)
 
@@ -48,8 +50,10 @@ def restore(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
     section, _, name = dotted.partition(".")
     return (written.get(section) or {}).get(name, default)
 
-  if values.get("rl.bucketed_lengths") and before("rl.bucketed_lengths", None) is False:
-    config = keys.with_value(config, "rl.bucketed_lengths", False)
+  for dotted, now in _FORMERLY_FALSE.items():
+    is_now = dotted in values and values[dotted] is now
+    if is_now and before(dotted, None) is False:
+      config = keys.with_value(config, dotted, False)
   # A file of an older version lacks the newest key, or a resumed run wrote all former
   # values into it.
   if "decay_targets" in (written.get("optimizer") or {}) and any(
