@@ -4,7 +4,8 @@
   PYTHON_WITH_TRL benchmarks/real.py sft --lib trl --model SMOLLM2
   python -m benchmarks.real pairs sft --model SMOLLM2 --trl PYTHON_WITH_TRL -n 5
 
-Jobs: sft, dpo and grpo, all with LoRA of rank 8 in float32. The 96 records have
+Jobs: sft, dpo and grpo, all with LoRA of rank 8, in float32 or, with `--dtype
+bfloat16`, in bfloat16 (TRL then gets `bf16=True` besides). The 96 records have
 log-normal lengths: 98 tokens on average with SmolLM2's tokenizer, 294 at most. 12 steps
 of 8 records (`--steps`) are one pass over them; a step of grpo has 2 prompts with 8
 completions of 64 tokens each, and beta 0 in both libraries. `cpu_s` is the CPU time
@@ -66,7 +67,7 @@ def reward(completions, **columns):
   return [text.count("e") / max(1, len(text)) for text in contents]
 
 
-def by_tunix(job, model, folder, steps):
+def by_tunix(job, model, folder, steps, dtype):
   """Trains with the command, and returns the CPU time after each step."""
   import jax
 
@@ -84,7 +85,7 @@ def by_tunix(job, model, folder, steps):
   jax.monitoring.register_scalar_listener(mark)
   settings = {
     "model.path": model,
-    "model.dtype": "float32",
+    "model.dtype": dtype,
     "data.train": data,
     "lora.rank": 8,
     "training.global_batch_size": PROMPTS if job == "grpo" else 8,
@@ -105,7 +106,7 @@ def by_tunix(job, model, folder, steps):
   return [marks[step] for step in sorted(marks)]
 
 
-def by_trl(job, model, folder, steps):
+def by_trl(job, model, folder, steps, dtype):
   """Trains with TRL, and returns the CPU time after each step."""
   import torch
   import trl
@@ -124,7 +125,7 @@ def by_trl(job, model, folder, steps):
     "per_device_train_batch_size": PROMPTS * COMPLETIONS if job == "grpo" else 8,
     "max_steps": steps,
     "learning_rate": 1e-5,
-    "bf16": False,
+    "bf16": dtype == "bfloat16",
     "gradient_checkpointing": False,
     "report_to": [],
     "save_strategy": "no",
@@ -143,7 +144,7 @@ def by_trl(job, model, folder, steps):
     options["max_length"] = 1024
   name = job.upper()
   trainer = getattr(trl, f"{name}Trainer")(
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+    AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)),
     args=getattr(trl, f"{name}Config")(**options),
     train_dataset=Dataset.from_list(records(job)),
     peft_config=LoraConfig(r=8, lora_alpha=8, target_modules="all-linear"),
@@ -161,7 +162,7 @@ def pairs(args):
   for _ in range(args.n):
     for lib, python in pythons.items():
       words = [python, __file__, args.what, "--lib", lib, "--model", args.model]
-      words += ["--steps", str(args.steps)]
+      words += ["--steps", str(args.steps), "--dtype", args.dtype]
       out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
       results[lib].append(json.loads(out.splitlines()[-1]))
       print(out.splitlines()[-1], flush=True)
@@ -192,17 +193,19 @@ def main():
   parser.add_argument("--trl", help="of pairs: an interpreter that has TRL")
   parser.add_argument("-n", type=int, default=5, help="of pairs")
   parser.add_argument("--steps", type=int, default=12)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   args = parser.parse_args()
   if args.job == "pairs":
     pairs(args)
     return
   run = {"tunix": by_tunix, "trl": by_trl}[args.lib]
   with tempfile.TemporaryDirectory() as folder:
-    marks = run(args.job, args.model, pathlib.Path(folder), args.steps)
+    marks = run(args.job, args.model, pathlib.Path(folder), args.steps, args.dtype)
   assert len(marks) == args.steps, marks
   figures = {
     "job": args.job,
     "lib": args.lib,
+    "dtype": args.dtype,
     "cpu_s": round(marks[-1] - marks[LEFT_OUT - 1], 2),
     "wall_s": round(time.time() - START, 1),
     "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -16,7 +16,6 @@ In both cases the rows of the KV cache, and attention over them, stay on their d
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import math
@@ -30,11 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.generate.decoders import decoders
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.dense import qwix_seam
-from tunix.models.transformer.dense.cpu_products import (
-  TILED_ROWS,
-  TiledKernel,
-  can_tile,
-)
+from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.perf.chips import chip_of
@@ -137,14 +132,14 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
   model.config = dataclasses.replace(model.config, sharding=rules)
 
 
-def reads_tiles(mesh: Mesh | None, rows: int) -> bool:
-  """Returns True if `tile_kernels` makes decoding of so many rows faster here."""
+def reads_transposed(mesh: Mesh | None) -> bool:
+  """Returns True if `transpose_kernels` makes decoding faster here."""
   is_alone = mesh is None or mesh.size == 1
-  return is_alone and rows <= TILED_ROWS and mesh_lib.context_platform() == "cpu"
+  return is_alone and mesh_lib.context_platform() == "cpu"
 
 
-def tile_kernels(model: nnx.Module) -> None:
-  """Cuts the matrices of a float32 model into tiles, in place.
+def transpose_kernels(model: nnx.Module) -> None:
+  """Transposes the matrices of a float32 model, in place.
 
   It is for CPUs, see dense/cpu_products.py; matrices of experts stay as they are. A
   model that qwix has changed stays as it is too, because qwix looks for its own
@@ -154,14 +149,11 @@ def tile_kernels(model: nnx.Module) -> None:
     return
   if jax.numpy.dtype(model.config.dtype) != "float32":
     return
-  numbers: dict[Any, int] = collections.defaultdict(int)
-  for path, node in nnx.iter_graph(model):
-    if not isinstance(node, Linear) or not isinstance(node.kernel, nnx.Param):
-      continue
-    kernel = node.kernel.get_value()
-    if can_tile(kernel):
-      node.kernel = nnx.data(TiledKernel(kernel, numbers[path[:-1]]))
-      numbers[path[:-1]] += 1
+  for _, node in nnx.iter_graph(model):
+    if isinstance(node, Linear) and isinstance(node.kernel, nnx.Param):
+      kernel = node.kernel.get_value()
+      if kernel.ndim == 2 and kernel.dtype == jax.numpy.float32:
+        node.kernel = nnx.data(TransposedKernel(kernel))
 
 
 def _whole(rules: ShardingRules, leaves: list[Any]) -> Layout | None:

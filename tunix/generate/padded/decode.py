@@ -151,7 +151,7 @@ def opened(
   state: nnx.State,
   layout: Layout | None = None,
   *,
-  tiles: bool = False,
+  transposes: bool = False,
 ) -> Opened:
   """Prepares a split module for decoding: one module per layer, and new shardings.
 
@@ -160,13 +160,13 @@ def opened(
     state: its state. Leaves that do not change are returned without a copy.
     layout: new shardings of weights, see `layout.for_decoding`; None leaves them
       unchanged.
-    tiles: see `layout.tile_kernels`.
+    transposes: see `layout.transpose_kernels`.
   """
   # A model that scans its layers stores them stacked, [L, ...]. Each decode step would
   # slice the stack once per layer, which copies all weights in every step. Here they
   # are sliced once per request.
   structure, places, changed = programs.call(
-    "unstack", _open, graph, layout, tiles, state
+    "unstack", _open, graph, layout, transposes, state
   )
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
@@ -184,7 +184,7 @@ class _Static:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _open(graph, layout, tiles, state):
+def _open(graph, layout, transposes, state):
   """Returns the new structure, the source of each leaf, and the changed leaves only.
 
   A jitted function copies its results. An unchanged leaf (embedding, last norm, head)
@@ -198,8 +198,8 @@ def _open(graph, layout, tiles, state):
     layout_lib.split_products(model, layout.step)
   model.eval()  # No dropout in sampled text, even while the owner trains the model.
   model = decoders.unstacked(model)
-  if tiles:
-    layout_lib.tile_kernels(model)
+  if transposes:
+    layout_lib.transpose_kernels(model)
   numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
   leaves, structure = jax.tree.flatten(tuple(nnx.split(model)))
   places = tuple(numbers.get(id(leaf)) for leaf in leaves)

@@ -22,7 +22,7 @@ from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.decoder_layers import DecoderLayers
 from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
-from tunix.models.transformer.dense.cpu_products import TiledKernel
+from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.experts import routing
 from tunix.models.transformer.layer_inputs import LayerInputs
@@ -200,12 +200,12 @@ class Transformer(DecoderLayers):
 
     is_whole, head = layout.vocab_axis is None, self.lm_head
     with jax.named_scope("unembed"):
-      if head is not None and isinstance(head.kernel, TiledKernel):
+      if head is not None and isinstance(head.kernel, TransposedKernel):
         out = head.kernel.product(hidden, product)
       elif layout.transposed and is_whole and cpu_products.suits(hidden):
         out = cpu_products.few_rows(hidden, table.astype(hidden.dtype))
       else:
-        out = product(hidden, table)
+        out = product(cpu_products.doubled(hidden), table)[:, : hidden.shape[1]]
       if self.token_rows is not None:
         out = self.token_rows.in_logits(
           out, hidden, self.embed_tokens.embedding.dtype, tied=layout.transposed
@@ -237,9 +237,9 @@ class Transformer(DecoderLayers):
     head = self.lm_head
     tied = head is None
     variable: Any = self.embed_tokens.embedding if head is None else head.kernel
-    is_tiled = isinstance(variable, TiledKernel)
+    is_transposed = isinstance(variable, TransposedKernel)
     # variable[...] fails for a model of shapes
-    table = variable[...] if is_tiled else variable.get_value()
+    table = variable[...] if is_transposed else variable.get_value()
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
       return table, Layout(transposed=tied, softcap=self.config.final_softcap)

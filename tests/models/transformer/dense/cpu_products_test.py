@@ -1,5 +1,7 @@
 """Products of few rows on a CPU, and which kernels are stored for them."""
 
+import functools
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,18 @@ import qwix
 
 from tests import toys
 from tunix.generate.decoders import layout
+from tunix.generate.engine.cache import rows
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.run.device import Device
 from tunix.models import quantization
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer.dense.cpu_products import TiledKernel, few_rows, suits
+from tunix.models.transformer.dense.cpu_products import (
+  TransposedKernel,
+  einsum,
+  few_rows,
+  suits,
+  take,
+)
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.dense.quantized import QuantizationConfig
 
@@ -26,15 +35,12 @@ def normal(*shape: int) -> jax.Array:
   return jnp.asarray(values, jnp.float32)
 
 
-@pytest.mark.parametrize(
-  "lead,outputs,tile", [((1,), 96, 32), ((8,), 128, 64), ((2, 70), 96, 32)]
-)
-def test_a_tiled_kernel_gives_the_product(lead, outputs, tile):
-  x, kernel = normal(*lead, 24), normal(24, outputs)
-  linear = Linear(24, outputs, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
-  linear.kernel = nnx.data(TiledKernel(kernel, 0))
-  assert linear.kernel.shape == (24, outputs)
-  assert linear.kernel.tiles.shape == (outputs // tile, 24, tile)
+@pytest.mark.parametrize("lead", [(1,), (8,), (2, 200)])
+def test_a_transposed_kernel_gives_the_product(lead):
+  x, kernel = normal(*lead, 24), normal(24, 96)
+  linear = Linear(24, 96, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
+  linear.kernel = nnx.data(TransposedKernel(kernel))
+  assert linear.kernel.shape == (24, 96) and linear.kernel.matrix.shape == (96, 24)
   np.testing.assert_array_equal(linear.dense(), kernel)
   run = nnx.jit(lambda m, x: m(x))
   want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
@@ -44,68 +50,114 @@ def test_a_tiled_kernel_gives_the_product(lead, outputs, tile):
   np.testing.assert_allclose(half.astype(np.float32), want, atol=0.2)
 
 
-def temporaries(function, *arguments) -> int:
-  lowered = nnx.jit(function).lower(*arguments)
-  return lowered.compile().memory_analysis().temp_size_in_bytes
+def test_few_rows_are_multiplied_the_other_way():
+  half = normal(8, 4).astype(jnp.bfloat16)
+  assert suits(normal(256, 4)) and suits(normal(8, 32, 4)) and suits(half)
+  assert not suits(normal(257, 4)) and not suits(normal(8, 4).astype(jnp.float16))
 
 
-def test_products_of_the_same_rows_share_no_copy_of_them():
-  """XLA would compute [out, rows, in] numbers once, and read them in both products."""
-  x, kernel = normal(8, 512), normal(512, 1536)
-  first, second, alike = (TiledKernel(kernel, number) for number in (0, 1, 0))
-  run = lambda a, b, x: nnx.silu(a.product(x, jnp.matmul)) * b.product(x, jnp.matmul)
-  assert temporaries(run, first, second, x) < 2**20
-  assert temporaries(run, first, alike, x) > 2**24  # else the numbers can go
-
-
-@pytest.mark.parametrize("kv_heads", [4, 8])
-def test_no_layer_shares_a_copy_of_its_rows(kv_heads):
-  sizes = {"embed_dim": 128, "hidden_dim": 384, "head_dim": 16, "num_layers": 1}
-  config = toys.config(num_heads=8, num_kv_heads=kv_heads, **sizes)
-  model = AutoModel.from_config(config, seed=0).unstack()
-  layout.tile_kernels(model)
-  run = lambda model, tokens: model(tokens, tokens * 0)[0]
-  assert temporaries(run, model, jnp.ones((8, 1), jnp.int32)) < 2**18
-
-
-def test_few_rows_of_float32_are_multiplied_the_other_way():
-  assert suits(normal(64, 4)) and suits(normal(8, 8, 4))
-  assert not suits(normal(65, 4)) and not suits(normal(8, 4).astype(jnp.bfloat16))
-
-
-def test_the_gradient_of_the_product():
-  x, matrix, weights = normal(3, 5), normal(7, 5), normal(3, 7)
+@pytest.mark.parametrize(
+  "dtype,rows", [("float32", 3), ("bfloat16", 3), ("bfloat16", 1)]
+)
+def test_the_gradient_of_few_rows(dtype, rows):
+  x, matrix, weights = normal(rows, 5), normal(7, 5), normal(rows, 7)
+  x, matrix = x.astype(dtype), matrix.astype(dtype)
   loss = lambda product: jnp.sum(weights * product)
   got = jax.jit(jax.grad(lambda x, m: loss(few_rows(x, m)), (0, 1)))(x, matrix)
   want = jax.jit(jax.grad(lambda x, m: loss(x @ m.T), (0, 1)))(x, matrix)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+  bound = 1e-5 if dtype == "float32" else 0.02
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, bound, bound), got, want)
+
+
+def dots(jaxpr) -> list[tuple[str, ...]]:
+  """Returns the dtypes of each product: of its operands, and of its result."""
+  found = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      found.append(tuple(str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)))
+    for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+      found += dots(value.jaxpr) if hasattr(value, "jaxpr") else []
+  return found
+
+
+@pytest.mark.parametrize(
+  "spec,shapes",
+  [
+    ("...i,io->...o", [(2, 9, 24), (24, 32)]),
+    ("...i,io->...o", [(1, 1, 24), (24, 32)]),
+    ("e...i,eio->e...o", [(3, 9, 24), (3, 24, 32)]),
+  ],
+)
+def test_products_of_bfloat16_and_of_their_gradients_have_float32_results(spec, shapes):
+  x, w = (normal(*shape).astype(jnp.bfloat16) for shape in shapes)
+  g = normal(*jax.eval_shape(functools.partial(jnp.einsum, spec), x, w).shape)
+
+  def gradients(einsum):
+    return jax.grad(lambda x, w: jnp.sum(einsum(spec, x, w) * g), (0, 1))
+
+  jaxpr = jax.make_jaxpr(gradients(einsum))(x, w).jaxpr
+  assert set(dots(jaxpr)) == {("bfloat16", "bfloat16", "float32")}
+  plain = dots(jax.make_jaxpr(gradients(jnp.einsum))(x, w).jaxpr)
+  assert ("bfloat16",) * 3 in plain
+  got, want = einsum(spec, x, w), jnp.einsum(spec, *map(np.float64, (x, w)))
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8, atol=1e-5)
+  exact = gradients(jnp.einsum)(x.astype(np.float32), w.astype(np.float32))
+  for a, b in zip(gradients(einsum)(x, w), exact):
+    assert a.dtype == jnp.bfloat16
+    a = a.astype(jnp.float32)
+    assert jnp.linalg.norm(a - b) < 2**-8 * jnp.linalg.norm(b)
+
+
+def test_other_products_stay(mesh_fsdp8):
+  x, w = normal(2, 9, 24), normal(24, 32)
+  halves = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+  run = lambda x, w: einsum("...i,io->...o", x, w)
+  assert "custom_vjp" in str(jax.make_jaxpr(run)(*halves))
+  assert "custom_vjp" not in str(jax.make_jaxpr(run)(x, w))
+  with jax.set_mesh(mesh_fsdp8):
+    assert "custom_vjp" not in str(jax.make_jaxpr(run)(*halves))
+    assert "custom_vjp" not in str(jax.make_jaxpr(take)(halves[1], jnp.arange(3)))
+
+
+def test_rows_of_a_bfloat16_table_are_taken_by_their_bits():
+  table, ids = normal(40, 6).astype(jnp.bfloat16), jnp.asarray([[3, 0], [3, 39]])
+  np.testing.assert_array_equal(take(table, ids), table[ids])
+  assert "uint16[40,6]" in str(jax.make_jaxpr(take)(table, ids)).replace(
+    "u16", "uint16"
+  )
+  weights = normal(2, 2, 6)
+  loss = lambda get: jax.grad(lambda table: jnp.sum(get(table, ids) * weights))(table)
+  np.testing.assert_array_equal(loss(take), loss(lambda table, ids: table[ids]))
+
+
+def test_rows_of_a_bfloat16_model_are_float32_on_a_cpu():
+  assert rows.stored_dtype("bfloat16") == jnp.float32 == rows.stored_dtype("float32")
 
 
 def kinds(model) -> set[tuple[str, type]]:
   """Returns (name, type of the kernel) of each linear map of an unstacked model."""
   model = model.unstack()
-  layout.tile_kernels(model)
+  layout.transpose_kernels(model)
   found = {p[-1]: m for p, m in nnx.iter_graph(model) if isinstance(m, Linear)}
   return {(str(name), type(linear.kernel)) for name, linear in found.items()}
 
 
-def test_float32_matrices_of_layers_and_head_are_tiled():
+def test_float32_matrices_of_layers_and_head_are_transposed():
   model = AutoModel.from_config(toys.config(tie_embeddings=False, head_dim=16), seed=0)
   names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-  want = {(name, TiledKernel) for name in (*names, "lm_head")}
+  want = {(name, TransposedKernel) for name in (*names, "lm_head")}
   assert kinds(model) == want
   half = AutoModel.from_config(toys.config(), seed=0, dtype="bfloat16")
   assert {kind for _, kind in kinds(half)} == {nnx.Param}
 
 
-def test_the_engine_decodes_few_rows_with_tiles_on_one_cpu(mesh_fsdp8):
+def test_the_engine_decodes_with_transposed_kernels_on_one_cpu(mesh_fsdp8):
   model = AutoModel.from_config(toys.config(), seed=0)
-  for slots, drafts, kind in [(8, 0, TiledKernel), (8, 4, nnx.Param)]:
-    config = EngineConfig(slots=slots, max_tokens=32, draft_tokens=drafts)
-    decoded = nnx.merge(*Device(model, config, None)._weights()[:2])
-    assert isinstance(decoded.layers[0].mlp.up_proj.kernel, kind)
-  assert layout.reads_tiles(None, 8) and not layout.reads_tiles(None, 25)
-  assert not layout.reads_tiles(mesh_fsdp8, 8)
+  config = EngineConfig(slots=8, max_tokens=32, draft_tokens=4)
+  decoded = nnx.merge(*Device(model, config, None)._weights()[:2])
+  assert isinstance(decoded.layers[0].mlp.up_proj.kernel, TransposedKernel)
+  assert layout.reads_transposed(None) and not layout.reads_transposed(mesh_fsdp8)
 
 
 def test_quantized_kernels_and_products_of_qwix_stay():
@@ -114,9 +166,9 @@ def test_quantized_kernels_and_products_of_qwix_stay():
   quantized = quantization.quantize(
     AutoModel.from_config(toys.config(tie_embeddings=True), seed=0), config
   )
-  assert TiledKernel not in {kind for _, kind in kinds(quantized)}
+  assert TransposedKernel not in {kind for _, kind in kinds(quantized)}
   provider = qwix.LoraProvider(module_path=".*q_proj", rank=2, alpha=4.0)
   wrapped = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
-  assert TiledKernel not in {kind for _, kind in kinds(wrapped)}
+  assert TransposedKernel not in {kind for _, kind in kinds(wrapped)}
   with pytest.raises(ValueError, match="which qwix has wrapped; expected a decoder"):
     quantization.for_sampling(wrapped, "int8")

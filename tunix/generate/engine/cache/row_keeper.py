@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from tunix.generate.engine.cache import rows
 from tunix.generate.engine.cache.rows import Store
@@ -164,27 +165,31 @@ class RowKeeper:
     sizes = [1 + layer_groups.pages_of(self._config, w) for w in self._windows]
     pages = [sizes[group] for group in self._groups]
     size = self._config.page_tokens
-    pages = self._zeros(pages, size, size)
+    pages = self._zeros(pages, size, size, self._model.dtype)
     return Store(*self._empty_rows(width), *pages, groups=self._groups)
 
   def _empty_rows(self, width: int) -> tuple[Any, Any]:
     tile = rows.tile_tokens(self._config.page_tokens)
-    return self._zeros([self._config.slots] * self._model.num_layers, width, tile)
+    firsts = [self._config.slots] * self._model.num_layers
+    return self._zeros(firsts, width, tile, rows.stored_dtype(self._model.dtype))
 
-  def _zeros(self, firsts: list[int], tokens: int, tile: int) -> tuple[Any, Any]:
+  def _zeros(
+    self, firsts: list[int], tokens: int, tile: int, dtype: DTypeLike
+  ) -> tuple[Any, Any]:
     """Returns zero keys and values of all layers, split over the mesh by heads.
 
     Args:
       firsts: size of each layer's first axis.
       tokens: number of tokens of a row, or of a page.
       tile: number of tokens of a tile of keys.
+      dtype: their dtype.
     """
     m = self._model
     kinds = [m.kinds[kind] for kind in m.layer_kinds]
     shapes = tuple((n, x.num_kv_heads, x.head_dim) for n, x in zip(firsts, kinds))
-    dtype = str(jnp.dtype(m.dtype))
     axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
-    return programs.call("engine zeros", _zeros, shapes, tokens, tile, dtype, axes)
+    name = str(jnp.dtype(dtype))
+    return programs.call("engine zeros", _zeros, shapes, tokens, tile, name, axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.

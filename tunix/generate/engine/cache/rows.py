@@ -295,12 +295,16 @@ def load(store: Store, copies: Int[Array, "n G 2"], count, loads, load_count) ->
 
     def keys(row, source, group):
       return jax.lax.dynamic_update_slice(
-        row, source[numbers[group]][None], _key_place(row, slot, place * size)
+        row,
+        source[numbers[group]][None].astype(row.dtype),
+        _key_place(row, slot, place * size),
       )
 
     def values(row, source, group):
       return jax.lax.dynamic_update_slice(
-        row, source[numbers[group]][None], (slot, 0, 0, place * size, 0)
+        row,
+        source[numbers[group]][None].astype(row.dtype),
+        (slot, 0, 0, place * size, 0),
       )
 
     return (
@@ -329,6 +333,7 @@ def write_back(store: Store, writes: Int[Array, "m C"], count) -> Store:
 
     def moved(target, row, start, group):
       part = jax.lax.dynamic_slice(row, start, (1, *target.shape[1:]))
+      part = part.astype(target.dtype)
       return jax.lax.dynamic_update_slice(target, part, (numbers[group], 0, 0, 0, 0))
 
     def keys(target, row, group):
@@ -356,6 +361,17 @@ def _key_place(row: jax.Array, slot: jax.Array, token: jax.Array) -> tuple[Any, 
 def tile_tokens(page_tokens: int) -> int:
   """Returns the tokens T of a tile of keys: all pages that fit in 32, at least one."""
   return page_tokens * max(1, 32 // page_tokens)
+
+
+def stored_dtype(dtype: DTypeLike) -> jnp.dtype:
+  """Returns the dtype of rows for a model that computes in `dtype`.
+
+  XLA's CPU backend converts whole arrays of bfloat16 to float32 and back to write a few
+  numbers, so there rows are float32. Their numbers are those of the pages.
+  """
+  is_half = jnp.dtype(dtype).itemsize == 2
+  single = is_half and mesh_lib.context_platform() == "cpu"
+  return jnp.dtype(jnp.float32 if single else dtype)
 
 
 def tile_features(head_dim: int) -> int:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.adapter_sources import Source
 from tunix.models.adapters import lora_modules
-from tunix.models.transformer.dense.cpu_products import TiledKernel
+from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.layers import Linear
 from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.model import Transformer
@@ -336,8 +336,8 @@ def _places(model: Transformer, ranks: int) -> Iterator[tuple[str, _Place]]:
 def _shardings(linear: Linear) -> Pair:
   """Returns the shardings of A and B: R is not split, in and out follow the kernel."""
   kernel = linear.kernel
-  if isinstance(kernel, TiledKernel):
-    array = kernel.tiles.get_value()  # on one device
+  if isinstance(kernel, TransposedKernel):
+    array = kernel.matrix.get_value()  # on one device
   else:
     stored = kernel.codes if isinstance(kernel, QuantizedKernel) else kernel
     array = stored.get_value()

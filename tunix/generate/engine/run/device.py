@@ -311,9 +311,8 @@ class Device:
       mesh = mesh_lib.current_mesh() if mesh is None else mesh
       with mesh_lib.use_mesh(mesh):
         weights = layout.for_decoding(self._model, state, self._gather)
-        rows = self._config.slots * self._config.launch_tokens(1)
-        tiles = layout.reads_tiles(mesh, rows)
-        opened = decode.opened(graph, state, weights, tiles=tiles)
+        transposes = layout.reads_transposed(mesh)
+        opened = decode.opened(graph, state, weights, transposes=transposes)
       self._opened = opened.graph, opened.state, mesh
     return self._opened
 

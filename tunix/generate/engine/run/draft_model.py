@@ -193,7 +193,7 @@ class DraftModel:
         graph,
         state,
         weights,
-        tiles=layout.reads_tiles(mesh_lib.mesh_of(state), self._config.slots),
+        transposes=layout.reads_transposed(mesh_lib.mesh_of(state)),
       )
     return Draft(*self._opened)
 

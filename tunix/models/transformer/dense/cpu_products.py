@@ -1,17 +1,22 @@
-"""Products of few rows with matrices, on a CPU.
+"""Products with matrices on a CPU, in the forms that XLA computes fastest there.
 
-XLA's CPU backend cuts a matrix [in, out] into tiles before each product. With few rows,
-this takes longer than the product. A `TiledKernel` is cut once: with 8 rows, a matrix
-of 512 x 1536 numbers takes 0.21 CPU ms instead of 0.47, and one of 1536 x 512 takes
-0.21 ms instead of 0.57 (jax 0.10.2). A matrix [out, in] needs no tiles if it is the
-left operand (`few_rows`), which takes 0.45 and 0.33 ms.
+Float32, few rows: a matrix is read faster as [out, in], the left operand (`few_rows`).
+A model that only decodes therefore holds its kernels transposed (`TransposedKernel`).
+bfloat16: XLA is slow unless a product has two rows or more and a float32 result
+(`einsum`); jax 0.12 needs this for the gradients and for single rows.
 
-jax 0.10 multiplies tiles on one core and whole matrices on all. The layers of a model
-of width 512 take on two cores, with tiles and without, in ms of wall time:
+Wall and CPU time in ms on two cores (AMD EPYC with AVX512-BF16) for the matrices of 12
+layers of SmolLM2-135M, and of 4 layers of Qwen3-0.6B:
 
-rows        4           8           16          24          40          64
-jax 0.10.2  1.9 / 2.5   3.0 / 3.1   5.1 / 4.0   7.1 / 5.0   11.2 / 6.8  17.7 / 10.4
-jax 0.12.0  1.7 / 2.4   2.2 / 2.9   3.7 / 4.1   5.8 / 6.0   9.1 / 7.9   14.0 / 12.1
+rows            1         8          32         512
+SmolLM2, jax 0.10.2
+[in, out]       8.2/12.9  11.2/21.0  22.6/42.6
+[out, in]       8.1/11.5  10.6/19.1  20.3/37.5
+bfloat16        67/121    66/119                119/230
+by `einsum`     7.0/12.9  9.1/16.2              85/169
+Qwen3, jax 0.10.2
+[in, out]       9.6/18.0  16.1/31.4  30.5/59.6
+[out, in]       8.0/15.2  11.8/20.5  23.4/45.3
 """
 
 from __future__ import annotations
@@ -21,83 +26,134 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from tunix.utils import mesh as mesh_lib
 
-# Columns of a tile, the fastest first; 32 columns take 3 to 14 % longer than 64.
-_TILES = (64, 32)
-
-# Most rows for which tiles take less wall time. They take less CPU time up to 64 rows.
-TILED_ROWS = 24 if jax.__version_info__ >= (0, 12) else 8
-
-# With more rows, `few_rows` is not faster than a product with the matrix [in, out].
-_FEW = 64
+# With more rows, `few_rows` is not faster than the product with the matrix [in, out].
+_FEW = 256
 
 
-class TiledKernel(nnx.Module):
+class TransposedKernel(nnx.Module):
   """The kernel of a `Linear` that only decodes, and only on a CPU.
 
   Attributes:
-    tiles: [out / tile, in, tile].
-    number: number of the kernel among those that multiply the same rows.
+    matrix: [out, in].
   """
 
-  def __init__(self, kernel: Float[Array, "I O"], number: int):
-    inputs, outputs = kernel.shape
-    tile = next(tile for tile in _TILES if outputs % tile == 0)
-    tiles = kernel.reshape(inputs, outputs // tile, tile).swapaxes(0, 1)
-    self.tiles = nnx.Param(tiles)
-    self.number = number
+  def __init__(self, kernel: Float[Array, "I O"]):
+    self.matrix = nnx.Param(kernel.T)
 
   @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the kernel, (in, out)."""
-    count, inputs, columns = self.tiles.shape
-    return inputs, count * columns
+    return self.matrix.shape[::-1]
 
   def __getitem__(self, _: object) -> jax.Array:
     """Returns the kernel [in, out]; the index is ignored."""
-    return self.tiles[...].swapaxes(0, 1).reshape(self.shape)
+    return self.matrix[...].T
 
   def product(
     self, x: Float[Array, "*B I"], product: Callable[[jax.Array, jax.Array], jax.Array]
   ) -> Float[Array, "*B O"]:
     """Returns product(x, kernel)."""
-    if x.dtype != jnp.float32 or mesh_lib.context_platform() != "cpu":
-      return product(x, self[...].astype(x.dtype))
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    # XLA does not see a product in the sum over a single row.
-    rows = jnp.concatenate([rows, rows]) if count == 1 else rows
-    # Two sums over the same rows would share a copy of the rows for each column of a
-    # matrix, 100 times the work. A bound of its own, which no number is below, keeps
-    # each product apart.
-    rows = jnp.maximum(rows, -1e38 * (1 + self.number / 64))
-    out = jnp.sum(rows[None, :, :, None] * self.tiles[...][:, None], axis=2)
-    return (
-      out.swapaxes(0, 1).reshape(-1, self.shape[1])[:count].reshape(*x.shape[:-1], -1)
-    )
-
-
-def can_tile(kernel: jax.Array) -> bool:
-  """Returns True if a `TiledKernel` can hold the kernel."""
-  is_matrix = kernel.ndim == 2 and kernel.dtype == jnp.float32
-  return is_matrix and any(kernel.shape[1] % tile == 0 for tile in _TILES)
+    if x.dtype == jnp.float32 and suits(x):
+      return few_rows(x, self.matrix[...])
+    return product(x, self[...].astype(x.dtype))
 
 
 def suits(x: jax.Array) -> bool:
   """Returns True if `few_rows` is the faster product for these rows, here."""
-  is_single = x.dtype == jnp.float32
   is_few = math.prod(x.shape[:-1]) <= _FEW
-  return is_single and is_few and mesh_lib.context_platform() == "cpu"
+  is_single = x.dtype == jnp.float32 and mesh_lib.context_platform() == "cpu"
+  return is_few and (is_single or _is_half(x))
 
 
 def few_rows(
   x: Float[Array, "*B I"], matrix: Float[Array, "O I"]
 ) -> Float[Array, "*B O"]:
-  """Returns x times the transposed matrix."""
-  out = jnp.einsum("oi,ri->or", matrix, x.reshape(-1, x.shape[-1]))
+  """Returns x times the transposed matrix, in float32."""
+  rows = doubled(x.reshape(-1, x.shape[-1]))
+  out = jnp.einsum("oi,ri->or", matrix, rows, preferred_element_type=jnp.float32)
   # Without the barrier, XLA swaps the operands and has no small result to transpose.
-  return jax.lax.optimization_barrier(out).T.reshape(*x.shape[:-1], -1)
+  out = jax.lax.optimization_barrier(out).T[: math.prod(x.shape[:-1])]
+  return out.reshape(*x.shape[:-1], -1)
+
+
+def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns jnp.einsum(spec, x, y); in bfloat16 on one CPU by float32 results.
+
+  There, each product of the gradient has such a result too, which is rounded once, and
+  forward-mode differentiation is not supported.
+
+  Args:
+    spec: two terms and the result, with each letter in two of them. `...` stands for
+      axes of the first term and of the result.
+    x, y: the operands.
+  """
+  is_alone = mesh_lib.context_mesh() is None
+  if not (is_alone and x.dtype == y.dtype and x.ndim > 1 and _is_half(x)):
+    return jnp.einsum(spec, x, y)
+  axes = x.ndim - len(spec.partition(",")[0].replace("...", ""))
+  spec = spec.replace("...", "STUVWXYZ"[:axes])
+  return _rounded(spec, doubled(x), y)[..., : x.shape[-2], :]
+
+
+def doubled(x: Float[Array, "*B N I"]) -> jax.Array:
+  """Returns x; a single row of bfloat16 twice on a CPU, where two take less time."""
+  is_slow = _is_half(x) and math.prod(x.shape[:-1]) == 1
+  return jnp.concatenate([x, x], axis=-2) if is_slow else x
+
+
+def take(table: Float[Array, "N D"], indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+  """Returns table[indices]; XLA would convert a whole table of bfloat16 on a CPU."""
+  if not _is_half(table) or mesh_lib.context_mesh() is not None:
+    return table[indices]
+  return _take(table, indices)
+
+
+def _is_half(x: jax.Array) -> bool:
+  return x.dtype == jnp.bfloat16 and mesh_lib.context_platform() == "cpu"
+
+
+def _rounded_einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  out = jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+  return out.astype(x.dtype)
+
+
+_rounded = jax.custom_vjp(_rounded_einsum, nondiff_argnums=(0,))
+
+
+def _forward(spec, x, y):
+  return _rounded_einsum(spec, x, y), (x, y)
+
+
+def _backward(spec, operands, gradient):
+  (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+  x, y = operands
+  return (
+    _rounded_einsum(f"{result},{right}->{left}", gradient, y),
+    _rounded_einsum(f"{left},{result}->{right}", x, gradient),
+  )
+
+
+_rounded.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _take(table, indices):
+  bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+  return jax.lax.bitcast_convert_type(bits[indices], table.dtype)
+
+
+def _take_backward(operands, gradient):
+  table, indices = operands
+  added = jnp.zeros_like(table).at[indices].add(gradient)
+  return added, np.zeros(indices.shape, jax.dtypes.float0)
+
+
+_take.defvjp(
+  lambda table, indices: (_take(table, indices), (table, indices)), _take_backward
+)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models.transformer.dense import dropout
-from tunix.models.transformer.dense.cpu_products import TiledKernel
+from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
+from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.token_rows import TokenRows
 
@@ -74,7 +74,7 @@ class Linear(nnx.Module):
 
   Attributes:
     kernel: a parameter [*stack, in, out], or a `QuantizedKernel`; while tokens are
-      generated on a CPU, a `TiledKernel`.
+      generated on a CPU, a `TransposedKernel`.
     bias: [*stack, out] or None.
     lora_a, lora_b: factors [*stack, in, r] and [*stack, r, out] of the adapter, or
       None.
@@ -103,7 +103,7 @@ class Linear(nnx.Module):
     rngs: nnx.Rngs,
   ):
     shape = (*stack, in_dim, out_dim)
-    self.kernel: nnx.Param | QuantizedKernel | TiledKernel = nnx.data(
+    self.kernel: nnx.Param | QuantizedKernel | TransposedKernel = nnx.data(
       param(fresh(rngs.params(), shape).astype(param_dtype), spec)
     )
     bias = jnp.zeros((*stack, out_dim), param_dtype)
@@ -121,8 +121,12 @@ class Linear(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., out]."""
-    # An einsum and not `@`: qwix intercepts einsums where it can add its parameters.
-    return self._apply(x, lambda x, w: jnp.einsum("...i,io->...o", x, w), lambda v: v)
+    einsum = self._einsum()
+    return self._apply(x, lambda x, w: einsum("...i,io->...o", x, w), lambda v: v)
+
+  def _einsum(self) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
+    # qwix intercepts einsums (and not `@`) where it can add its parameters.
+    return jnp.einsum if qwix_seam.is_wrapped(self) else cpu_products.einsum
 
   def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Maps rows sorted by expert, [M, in] to [M, out].
@@ -139,9 +143,10 @@ class Linear(nnx.Module):
 
   def per_expert(self, x: jax.Array) -> jax.Array:
     """Maps rows per expert, [E, ..., in] to [E, ..., out]."""
+    einsum = self._einsum()
     return self._apply(
       x,
-      lambda x, w: jnp.einsum("e...i,eio->e...o", x, w),
+      lambda x, w: einsum("e...i,eio->e...o", x, w),
       lambda v: v.reshape(v.shape[0], *(1,) * (x.ndim - 2), v.shape[-1]),
     )
 
@@ -155,7 +160,7 @@ class Linear(nnx.Module):
     """
     if isinstance(self.kernel, QuantizedKernel):
       y = self.kernel.product(x, product, spread)
-    elif isinstance(self.kernel, TiledKernel):
+    elif isinstance(self.kernel, TransposedKernel):
       y = self.kernel.product(x, product)
     else:
       y = product(x, self.kernel[...].astype(x.dtype))
@@ -186,7 +191,7 @@ class Linear(nnx.Module):
   @property
   def stored(self) -> nnx.Param | QuantizedKernel:
     """The kernel as it is saved; a model that only decodes may have another form."""
-    assert not isinstance(self.kernel, TiledKernel)
+    assert not isinstance(self.kernel, TransposedKernel)
     return self.kernel
 
   def dense(self) -> jax.Array:
@@ -286,7 +291,7 @@ class Embedding(nnx.Module):
     self, tokens: jax.Array, dtype: DTypeLike, rows: TokenRows | None = None
   ) -> jax.Array:
     """Looks up tokens; `rows` replace some of the table's."""
-    x = self.embedding[...][tokens].astype(dtype)
+    x = cpu_products.take(self.embedding[...], tokens).astype(dtype)
     if rows is not None:
       x = rows.looked_up(x, tokens, self.embedding[...].dtype)
     # The factor is rounded to the compute dtype, as in the training of the checkpoints.
