@@ -231,8 +231,9 @@ def test_programs_are_kept_in_a_folder_of_this_user(folder, tmp_path, capsys):
   assert "which has no signed" in capsys.readouterr().err
   assert runs.tunix("serve", folder, *words[2:]) == 2
   assert "compilation_cache is not set" in capsys.readouterr().err
-  assert runs.tunix("serve", folder, "--compilation_cache", key) == 2
-  assert f"compilation_cache is '{key}', a file" in capsys.readouterr().err
+  for file in (key, key / "programs"):
+    assert runs.tunix("serve", folder, "--compilation_cache", file) == 2
+    assert f"compilation_cache is '{file}', which is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])

@@ -557,6 +557,8 @@ def test_a_folder_of_before_keeps_the_defaults_that_have_changed():
   written["rl"]["bucketed_lengths"] = False
   assert not former_lib.restore(load(), written).rl.bucketed_lengths
   del written["rl"]
+  false = {key for key, value in spelling.FORMER_DEFAULTS.items() if value is False}
+  assert former_lib._FORMERLY_FALSE.keys() == false  # files and folders agree
   pairs = {"preference": {"shared_prompt": False}}
   dpo = config_lib.load(["--job=dpo"])
   assert former_lib.restore(dpo, pairs).preference.shared_prompt is False

@@ -109,14 +109,17 @@ def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
     key: key that `write` signed the folder with; None: the folder is not signed.
 
   Raises:
-    ValueError: the folder is a file; it or an entry in it belongs to another user, or
-      others may write it; or the key and the folder do not belong together.
+    ValueError: the folder is a file or in one; it or an entry in it belongs to another
+      user, or others may write it; or the key and the folder do not belong together.
     OSError: the folder cannot be made or read.
   """
   root = pathlib.Path(folder).expanduser().absolute()
-  if root.exists() and not root.is_dir():
-    raise ValueError(f"compilation_cache is {str(folder)!r}, a file. Name a folder")
-  root.mkdir(mode=0o700, parents=True, exist_ok=True)
+  try:
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+  except (FileExistsError, NotADirectoryError) as error:
+    raise ValueError(
+      f"compilation_cache is {str(folder)!r}, which is a file or in one. Name a folder"
+    ) from error
   _check_writers(root)
   if root.stat().st_mode & 0o011:  # else no other user reaches the entries
     for entry in root.iterdir():

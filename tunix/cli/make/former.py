@@ -38,7 +38,8 @@ def restore(config: RunSettings, written: Mapping[str, Any]) -> RunSettings:
   """Returns settings with former defaults for keys that are not set.
 
   They apply if an older version began the run, and the file lacks the key or has the
-  former default: a resumed run writes it down.
+  former default: a resumed run writes it down. The keys that were formerly False stay
+  so in any folder that says False, unless another value than the default is set.
 
   Args:
     config: the settings.

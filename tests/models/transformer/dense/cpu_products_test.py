@@ -1,5 +1,6 @@
 """Products of few rows on a CPU, and which kernels are stored for them."""
 
+import dataclasses
 import functools
 
 import flax.nnx as nnx
@@ -12,10 +13,12 @@ import qwix
 from tests import toys
 from tunix.generate.decoders import layout
 from tunix.generate.engine.cache import rows
+from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.run.device import Device
 from tunix.models import quantization
 from tunix.models.automodel import AutoModel
+from tunix.models.transformer.dense import qwix_seam
 from tunix.models.transformer.dense.cpu_products import (
   TransposedKernel,
   einsum,
@@ -35,12 +38,12 @@ def normal(*shape: int) -> jax.Array:
   return jnp.asarray(values, jnp.float32)
 
 
-@pytest.mark.parametrize("lead", [(1,), (8,), (2, 200)])
+@pytest.mark.parametrize("lead", [(1,), (8,), (2, 200), (2, 0)])
 def test_a_transposed_kernel_gives_the_product(lead):
-  x, kernel = normal(*lead, 24), normal(24, 96)
-  linear = Linear(24, 96, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
+  x, kernel = normal(*lead, 24), normal(24, 70)
+  linear = Linear(24, 70, spec=(None, None), use_bias=True, rngs=nnx.Rngs(0))
   linear.kernel = nnx.data(TransposedKernel(kernel))
-  assert linear.kernel.shape == (24, 96) and linear.kernel.matrix.shape == (96, 24)
+  assert linear.kernel.shape == (24, 70) and linear.kernel.matrix.shape == (70, 24)
   np.testing.assert_array_equal(linear.dense(), kernel)
   run = nnx.jit(lambda m, x: m(x))
   want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
@@ -86,6 +89,7 @@ def dots(jaxpr) -> list[tuple[str, ...]]:
     ("...i,io->...o", [(2, 9, 24), (24, 32)]),
     ("...i,io->...o", [(1, 1, 24), (24, 32)]),
     ("e...i,eio->e...o", [(3, 9, 24), (3, 24, 32)]),
+    ("e...i,eio->e...o", [(1, 24), (1, 24, 32)]),
   ],
 )
 def test_products_of_bfloat16_and_of_their_gradients_have_float32_results(spec, shapes):
@@ -131,8 +135,35 @@ def test_rows_of_a_bfloat16_table_are_taken_by_their_bits():
   np.testing.assert_array_equal(loss(take), loss(lambda table, ids: table[ids]))
 
 
-def test_rows_of_a_bfloat16_model_are_float32_on_a_cpu():
-  assert rows.stored_dtype("bfloat16") == jnp.float32 == rows.stored_dtype("float32")
+def test_a_single_row_and_none_have_logits_in_bfloat16():
+  for tied in (True, False):
+    sizes = toys.config(tie_embeddings=tied, vocab_size=70)
+    model = AutoModel.from_config(sizes, seed=0, dtype="bfloat16")
+    hidden = normal(1, 3, sizes.embed_dim).astype(jnp.bfloat16)
+    run = nnx.jit(lambda model, hidden: model.logits(hidden))
+    one, three = run(model, hidden[:, :1]), run(model, hidden)
+    assert one.shape == (1, 1, 70)
+    np.testing.assert_allclose(one, three[:, :1], rtol=1e-5, atol=1e-6)
+    assert run(model, hidden[:, :0]).shape == (1, 0, 70)
+
+
+def test_rows_of_a_bfloat16_model_are_float32_on_a_cpu_and_its_pages_are_not():
+  model = AutoModel.from_config(toys.config(), seed=0, dtype="bfloat16")
+  config = EngineConfig(slots=2, max_tokens=64)
+  store = RowKeeper(model.config, config)._empty_store(64)
+  row, page = store.rows_v[0], store.pages_v[0]
+  assert (row.dtype, page.dtype) == (jnp.float32, jnp.bfloat16)
+  drawn = normal(*row.shape).astype(jnp.bfloat16).astype(jnp.float32)
+  store = dataclasses.replace(store, rows_v=(drawn, *store.rows_v[1:]))
+  one, none = (
+    jnp.asarray([[1, 0, 2]]),
+    jnp.zeros((1, 1, 2), jnp.int32),
+  )  # slot, page, to
+  store = rows.write_back(store, one, 1)
+  assert store.pages_v[0].dtype == jnp.bfloat16 and jnp.any(store.pages_v[0][2] != 0)
+  empty = dataclasses.replace(store, rows_v=(row, *store.rows_v[1:]))
+  loaded = rows.load(empty, none, 0, one, 1).rows_v[0]
+  np.testing.assert_array_equal(loaded[1, :, :, :16], drawn[1, :, :, :16])
 
 
 def kinds(model) -> set[tuple[str, type]]:
@@ -162,6 +193,7 @@ def test_the_engine_decodes_with_transposed_kernels_on_one_cpu(mesh_fsdp8):
 
 def test_quantized_kernels_and_products_of_qwix_stay():
   model = AutoModel.from_config(toys.config(tie_embeddings=True), seed=0)
+  model_linear = nnx.clone(model).layers.mlp.up_proj
   config = QuantizationConfig(method="int8")
   quantized = quantization.quantize(
     AutoModel.from_config(toys.config(tie_embeddings=True), seed=0), config
@@ -169,6 +201,9 @@ def test_quantized_kernels_and_products_of_qwix_stay():
   assert TransposedKernel not in {kind for _, kind in kinds(quantized)}
   provider = qwix.LoraProvider(module_path=".*q_proj", rank=2, alpha=4.0)
   wrapped = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+  wrapped_linear = wrapped.layers.mlp.up_proj
+  assert qwix_seam.is_wrapped(wrapped_linear)
+  assert wrapped_linear._einsum() is jnp.einsum and model_linear._einsum() is einsum
   assert TransposedKernel not in {kind for _, kind in kinds(wrapped)}
   with pytest.raises(ValueError, match="which qwix has wrapped; expected a decoder"):
     quantization.for_sampling(wrapped, "int8")

@@ -156,7 +156,7 @@ def _attend(
       rules=rules,
       sinks=sinks,
     )
-  # XLA's CPU backend cannot multiply bfloat16 arrays with a float32 result.
+  # The sums over tiles, see `_of_tiles`, are fast in float32 on a CPU.
   dtype = jnp.float32 if mesh_lib.context_platform() == "cpu" else query.dtype
   with jax.named_scope("scores"):
     rows = query.reshape(r, q, heads, n // heads, h).transpose(0, 2, 3, 1, 4)
@@ -208,7 +208,7 @@ class Store:
   """Keys and values of all layers.
 
   Attributes:
-    rows_k, rows_v: one array per layer, see `RowLayer`.
+    rows_k, rows_v: one array per layer, see `RowLayer`. Their dtype is `stored_dtype`.
     pages_k: keys [P, K, 1, H, page], one array per layer.
     pages_v: values [P, K, H / E, page, E], one array per layer.
     groups: group of each layer, see scheduling/layer_groups.py.
@@ -369,9 +369,9 @@ def stored_dtype(dtype: DTypeLike) -> jnp.dtype:
   XLA's CPU backend converts whole arrays of bfloat16 to float32 and back to write a few
   numbers, so there rows are float32. Their numbers are those of the pages.
   """
-  is_half = jnp.dtype(dtype).itemsize == 2
-  single = is_half and mesh_lib.context_platform() == "cpu"
-  return jnp.dtype(jnp.float32 if single else dtype)
+  is_half = jnp.dtype(dtype) == jnp.bfloat16
+  is_single = is_half and mesh_lib.context_platform() == "cpu"
+  return jnp.dtype(jnp.float32 if is_single else dtype)
 
 
 def tile_features(head_dim: int) -> int:

@@ -2,21 +2,20 @@
 
 Float32, few rows: a matrix is read faster as [out, in], the left operand (`few_rows`).
 A model that only decodes therefore holds its kernels transposed (`TransposedKernel`).
-bfloat16: XLA is slow unless a product has two rows or more and a float32 result
-(`einsum`); jax 0.12 needs this for the gradients and for single rows.
+bfloat16: a product is fast if it has two rows or more and a float32 result (`einsum`).
+With jax 0.12, other results are slow only in gradients.
 
-Wall and CPU time in ms on two cores (AMD EPYC with AVX512-BF16) for the matrices of 12
-layers of SmolLM2-135M, and of 4 layers of Qwen3-0.6B:
+Wall and CPU time in ms on two cores (AMD EPYC with AVX512-BF16, jax 0.10.2) for the
+matrices of 12 layers of SmolLM2-135M (512 rows: of 4 or 6 layers, times 3 or 2), and of
+4 layers of Qwen3-0.6B (- : not measured):
 
-rows            1         8          32         512
-SmolLM2, jax 0.10.2
-[in, out]       8.2/12.9  11.2/21.0  22.6/42.6
-[out, in]       8.1/11.5  10.6/19.1  20.3/37.5
-bfloat16        67/121    66/119                119/230
-by `einsum`     7.0/12.9  9.1/16.2              85/169
-Qwen3, jax 0.10.2
-[in, out]       9.6/18.0  16.1/31.4  30.5/59.6
-[out, in]       8.0/15.2  11.8/20.5  23.4/45.3
+rows                         1         8          32         512
+SmolLM2   [in, out]          8.2/12.9  11.2/21.0  22.6/42.6  225/429
+          [out, in]          8.1/11.5  10.6/19.1  20.3/37.5  270/529
+          bfloat16           67/121    66/119     -          299/549
+          by `einsum`        7.0/12.9  9.1/16.2   -          120/235
+Qwen3     [in, out]          9.6/18.0  16.1/31.4  30.5/59.6  -
+          [out, in]          8.0/15.2  11.8/20.5  23.4/45.3  -
 """
 
 from __future__ import annotations
@@ -79,14 +78,15 @@ def few_rows(
   out = jnp.einsum("oi,ri->or", matrix, rows, preferred_element_type=jnp.float32)
   # Without the barrier, XLA swaps the operands and has no small result to transpose.
   out = jax.lax.optimization_barrier(out).T[: math.prod(x.shape[:-1])]
-  return out.reshape(*x.shape[:-1], -1)
+  return out.reshape(*x.shape[:-1], matrix.shape[0])
 
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns jnp.einsum(spec, x, y); in bfloat16 on one CPU by float32 results.
+  """Returns jnp.einsum(spec, x, y).
 
-  There, each product of the gradient has such a result too, which is rounded once, and
-  forward-mode differentiation is not supported.
+  In bfloat16 on a CPU, without a mesh in context, the product and those of its gradient
+  have float32 results, which are rounded once. Forward-mode differentiation is not
+  supported there.
 
   Args:
     spec: two terms and the result, with each letter in two of them. `...` stands for
@@ -98,7 +98,8 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y)
   axes = x.ndim - len(spec.partition(",")[0].replace("...", ""))
   spec = spec.replace("...", "STUVWXYZ"[:axes])
-  return _rounded(spec, doubled(x), y)[..., : x.shape[-2], :]
+  rows = doubled(x) if axes else x  # without axes, the last but one is in `y` too
+  return _rounded(spec, rows, y)[..., : x.shape[-2], :]
 
 
 def doubled(x: Float[Array, "*B N I"]) -> jax.Array:
@@ -108,10 +109,13 @@ def doubled(x: Float[Array, "*B N I"]) -> jax.Array:
 
 
 def take(table: Float[Array, "N D"], indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-  """Returns table[indices]; XLA would convert a whole table of bfloat16 on a CPU."""
+  """Returns table[indices]; XLA would convert a whole table of bfloat16 on a CPU.
+
+  With such a table, forward-mode differentiation is not supported.
+  """
   if not _is_half(table) or mesh_lib.context_mesh() is not None:
     return table[indices]
-  return _take(table, indices)
+  return _take(table, jnp.asarray(indices))
 
 
 def _is_half(x: jax.Array) -> bool:
