@@ -2,6 +2,7 @@
 
   python -m benchmarks.real_answers generate --model SMOLLM2 [--dtype bfloat16]
   python -m benchmarks.real_answers serve --clients 8 --model SMOLLM2
+  python -m benchmarks.real_answers round --slots 8 --clients 1 --model SMOLLM2
   python -m benchmarks.real_answers pairs generate --model SMOLLM2 --torch PYTHON -n 5
   python -m benchmarks.real_answers pairs serve --model SMOLLM2 --llama PYTHON \
     --gguf FILE -n 5
@@ -11,6 +12,8 @@ each. `serve` answers `--clients` clients, each with `--requests` answers of 64 
 one after the other: tunix by `tunix serve`, transformers and llama.cpp
 (llama-cpp-python, with the file of `tunix export --gguf`) by a call for each request in
 turn, without a server.
+`round` prints the milliseconds and CPU milliseconds of a round of the engine with
+`--slots` slots, of which `--clients` work: the median of five runs of 64 tokens.
 The seconds are those of a second run in the same process, whose texts begin otherwise
 and are as long; `first_s` are those of the first run, which compiles. transformers
 compile nothing, and have one run. CPU seconds of `serve` are those of the server.
@@ -23,6 +26,7 @@ import itertools
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -96,6 +100,28 @@ def tunix_serve(args):
     server.wait()
 
 
+def round_of(args):
+  """Returns wall and CPU milliseconds of a round of the engine."""
+  import numpy as np
+
+  from benchmarks.adapter import complete
+  from benchmarks.groups import Ids
+  from tunix.generate.engine.config import EngineConfig
+  from tunix.generate.engine.engine import Engine
+  from tunix.models.automodel import AutoModel
+
+  model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
+  engine = Engine(model, Ids(), EngineConfig(slots=args.slots, max_tokens=512))
+  figures = []
+  for seed in range(7):  # the first two compile
+    draw = np.random.default_rng(seed)
+    texts = [draw.integers(100, 40_000, 40) for _ in range(args.clients)]
+    wall, cpu = time.perf_counter(), time.process_time()
+    complete(engine, texts, [ANSWER] * args.clients)
+    figures.append((time.perf_counter() - wall, time.process_time() - cpu))
+  return [statistics.median(x) / ANSWER * 1e3 for x in zip(*figures[2:])]
+
+
 def transformers_of(args):
   """Returns a function that completes texts with a fixed number of tokens."""
   import torch
@@ -165,13 +191,14 @@ def main():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("job", choices=("generate", "serve", "pairs"))
+  parser.add_argument("job", choices=("generate", "serve", "round", "pairs"))
   parser.add_argument("what", nargs="?", choices=("generate", "serve"))
   libs = ("tunix", "transformers", "llama")
   parser.add_argument("--lib", choices=libs, default="tunix")
   parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--clients", type=int, default=1)
+  parser.add_argument("--slots", type=int, default=8, help="of round")
   parser.add_argument("--requests", type=int, default=4, help="of a client")
   parser.add_argument("--torch", help="of pairs: an interpreter with transformers")
   parser.add_argument("--llama", help="of pairs: one with llama-cpp-python, for serve")
@@ -184,6 +211,10 @@ def main():
     if args.llama and (args.torch or not args.gguf or args.what != "serve"):
       parser.error("--llama needs serve and --gguf FILE, and excludes --torch")
     pairs(args)
+    return
+  if args.job == "round":
+    wall, cpu = round_of(args)
+    print(f"{args.dtype}: {wall:.1f} ms, {cpu:.1f} CPU ms")
     return
   seconds = globals()[f"{args.lib}_{args.job}"](args)
   figures = {"job": args.job, "lib": args.lib, "dtype": args.dtype}

@@ -3,7 +3,7 @@
 Float32, few rows: a matrix is read faster as [out, in], the left operand (`few_rows`).
 A model that only decodes therefore holds its kernels transposed (`TransposedKernel`).
 bfloat16: a product is fast if it has two rows or more and a float32 result (`einsum`).
-With jax 0.12, other results are slow only in gradients.
+With jax 0.12, only single rows and gradients are slow without this.
 
 Wall and CPU time in ms on two cores (AMD EPYC with AVX512-BF16, jax 0.10.2) for the
 matrices of 12 layers of SmolLM2-135M (512 rows: of 4 or 6 layers, times 3 or 2), and of
