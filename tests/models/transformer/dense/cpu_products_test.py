@@ -113,6 +113,15 @@ def test_products_of_bfloat16_and_of_their_gradients_have_float32_results(spec, 
     assert jnp.linalg.norm(a - b) < 2**-8 * jnp.linalg.norm(b)
 
 
+def test_a_single_row_of_bfloat16_is_multiplied_twice():
+  x, w = (normal(*shape).astype(jnp.bfloat16) for shape in [(1, 1, 24), (24, 32)])
+  run = lambda x, w: einsum("...i,io->...o", x, w)
+  assert "bf16[1,2,24]" in str(jax.make_jaxpr(run)(x, w))
+  assert run(x, w).shape == (1, 1, 32)
+  assert "bf16[2,24]" in str(jax.make_jaxpr(few_rows)(x, w.T))
+  assert "[1,2,24]" not in str(jax.make_jaxpr(run)(*map(jnp.float32, (x, w))))
+
+
 def test_other_products_stay(mesh_fsdp8):
   x, w = normal(2, 9, 24), normal(24, 32)
   halves = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
