@@ -156,6 +156,18 @@ def test_a_single_row_and_none_have_logits_in_bfloat16():
     assert run(model, hidden[:, :0]).shape == (1, 0, 70)
 
 
+def test_a_bfloat16_model_takes_rows_and_logits_in_the_fast_forms():
+  sizes = toys.config(tie_embeddings=True)
+  graph, state = nnx.split(AutoModel.from_config(sizes, seed=0, dtype="bfloat16"))
+  embed = lambda state, ids: nnx.merge(graph, state).embed_tokens(ids, "bfloat16")
+  table = state["embed_tokens"]["embedding"].get_value().astype(jnp.bfloat16)
+  state["embed_tokens"]["embedding"].set_value(table)
+  assert "bitcast" in str(jax.make_jaxpr(embed)(state, jnp.ones((1, 3), jnp.int32)))
+  logits = lambda state, hidden: nnx.merge(graph, state).logits(hidden)
+  hidden = jnp.ones((1, 3, sizes.embed_dim), jnp.bfloat16)
+  assert "barrier" in str(jax.make_jaxpr(logits)(state, hidden))
+
+
 def test_rows_of_a_bfloat16_model_are_float32_on_a_cpu_and_its_pages_are_not():
   model = AutoModel.from_config(toys.config(), seed=0, dtype="bfloat16")
   config = EngineConfig(slots=2, max_tokens=64)
