@@ -101,25 +101,45 @@ def tunix_serve(args):
 
 
 def round_of(args):
-  """Returns wall and CPU milliseconds of a round of the engine."""
+  """Prints wall and CPU milliseconds of a round of the engine."""
   import numpy as np
 
-  from benchmarks.adapter import complete
   from benchmarks.groups import Ids
   from tunix.generate.engine.config import EngineConfig
   from tunix.generate.engine.engine import Engine
+  from tunix.generate.engine.request import EngineRequest
   from tunix.models.automodel import AutoModel
 
-  model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
-  engine = Engine(model, Ids(), EngineConfig(slots=args.slots, max_tokens=512))
-  figures = []
-  for seed in range(7):  # the first two compile
+  def engine_of(invariant):
+    options = {"dtype": args.dtype, "batch_invariant": invariant}
+    model = AutoModel.from_pretrained(args.model, **options)
+    return Engine(model, Ids(), EngineConfig(slots=args.slots, max_tokens=512))
+
+  def request(prompt):
+    drawn = {"temperature": 1.0, "seed": 0, "logprobs": True, "stop_ids": []}
+    return EngineRequest(prompt=prompt, max_tokens=ANSWER, **drawn)
+
+  kinds = (False, True) if args.batch_invariant else (False,)
+  engines = [engine_of(kind) for kind in kinds]
+  figures = [[] for _ in engines]
+  for seed in range(args.n + 2):  # the first two compile
     draw = np.random.default_rng(seed)
     texts = [draw.integers(100, 40_000, 40) for _ in range(args.clients)]
-    wall, cpu = time.perf_counter(), time.process_time()
-    complete(engine, texts, [ANSWER] * args.clients)
-    figures.append((time.perf_counter() - wall, time.process_time() - cpu))
-  return [statistics.median(x) / ANSWER * 1e3 for x in zip(*figures[2:])]
+    for engine, own in zip(engines, figures):
+      wall, cpu = time.perf_counter(), time.process_time()
+      engine.run([request(text) for text in texts])
+      seconds = time.perf_counter() - wall, time.process_time() - cpu
+      own.append([x / ANSWER * 1e3 for x in seconds])
+  figures = [own[2:] for own in figures]
+  for kind, own in zip(kinds, figures):
+    wall, cpu = map(statistics.median, zip(*own))
+    name = f"{args.dtype}{', batch-invariant' * kind}"
+    print(f"{name}: {wall:.1f} ms, {cpu:.1f} CPU ms")
+  if args.batch_invariant:
+    for name, at in (("wall", 0), ("CPU", 1)):
+      ratios = sorted(y[at] / x[at] for x, y in zip(*figures))
+      middle = statistics.median(ratios)
+      print(f"{name}: {middle:.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 def transformers_of(args):
@@ -199,6 +219,9 @@ def main():
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--clients", type=int, default=1)
   parser.add_argument("--slots", type=int, default=8, help="of round")
+  parser.add_argument(
+    "--batch_invariant", action="store_true", help="of round: compare the two forms"
+  )
   parser.add_argument("--requests", type=int, default=4, help="of a client")
   parser.add_argument("--torch", help="of pairs: an interpreter with transformers")
   parser.add_argument("--llama", help="of pairs: one with llama-cpp-python, for serve")
@@ -213,8 +236,7 @@ def main():
     pairs(args)
     return
   if args.job == "round":
-    wall, cpu = round_of(args)
-    print(f"{args.dtype}: {wall:.1f} ms, {cpu:.1f} CPU ms")
+    round_of(args)
     return
   seconds = globals()[f"{args.lib}_{args.job}"](args)
   figures = {"job": args.job, "lib": args.lib, "dtype": args.dtype}

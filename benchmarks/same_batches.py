@@ -47,8 +47,11 @@ def records(case, steps):
 
 
 def score(text):
-  """Returns the reward of a completion: the share of the letter e."""
-  return text.count("e") / max(1, len(text))
+  """Returns the reward of a completion: the letters e of a thousand letters.
+
+  With smaller rewards the gradients differ: TRL adds 1e-4 to their standard deviation.
+  """
+  return 1000 * text.count("e") / max(1, len(text))
 
 
 def by_tunix(case, model, folder, steps):
@@ -56,14 +59,24 @@ def by_tunix(case, model, folder, steps):
   import jax
 
   import tunix
+  from tunix.generate.engine_sampler import EngineSampler
+  from tunix.rl.rollout import vanilla_rollout
 
   module = tunix.AutoModel.from_pretrained(model, dtype="float32")
   if case != "sft":
     module = tunix.load_adapter(module, folder / "adapter")
   drawn = []
 
+  class Recording(EngineSampler):
+    # The ids, because TRL would make other tokens of a text.
+    def complete(self, *args):
+      rows = super().complete(*args)
+      drawn.append([row.ids.tolist() for row in rows])
+      return rows
+
+  vanilla_rollout.EngineSampler = Recording
+
   def reward(prompts, completions):
-    drawn.append(list(completions))
     return [score(text) for text in completions]
 
   settings = {"max_length": 1024}
@@ -92,7 +105,7 @@ def by_tunix(case, model, folder, steps):
   for text in PROBES:
     tokens = np.array([tokenizer.encode(text)], np.int32)
     logits.append(np.asarray(jax.jit(lambda x: module(x)[0])(tokens))[0])
-  prefix = "actor/train" if case == "grpo" else "train"
+  prefix = "train/actor" if case == "grpo" else "train"
   history = result.history
   return [history[f"{prefix}/{name}"][1] for name in ("loss", "grad_norm")], logits
 
@@ -141,8 +154,7 @@ def by_trl(case, model, folder, steps):
       return SequentialSampler(self.train_dataset)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-      rows = [tokenizer.encode(text) for text in next(drawn)]
-      return rows, None
+      return next(drawn), None
 
   options = {
     "output_dir": str(folder / "trl"),

@@ -674,6 +674,19 @@ def test_exact_scoring_makes_the_first_ratio_one():
   assert history[0] == 0.0 and history[1] > 0
 
 
+@pytest.mark.shipped
+def test_a_batch_invariant_actor_is_not_scored_again(monkeypatch):
+  """Its sampler's log-probabilities are those of the policy before the update."""
+  actor = clusters.model(batch_invariant=True)
+  learner = clusters.grpo({"num_iterations": 2, "epsilon": 0.0}, actor=actor)
+  monkeypatch.setattr(learner.rl_cluster, "get_old_per_token_logps", None)
+  learner.train(clusters.prompts(1))
+  history = learner.rl_cluster.logger.get_metric_history
+  clipped = history("actor", "pg_clipfrac", "train")
+  assert clipped[0] == 0.0 and clipped[1] > 0
+  assert history("actor", "parity/abs_diff", "train")[0] == 0.0
+
+
 def test_the_first_ratio_is_one_at_any_temperature():
   """The loss and the scores of the rollouts divide by the same temperature."""
   learner = clusters.grpo(

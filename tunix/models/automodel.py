@@ -50,6 +50,7 @@ class AutoModel:
     remat: str | None = None,
     scan_layers: bool | None = None,
     attention: str | None = None,
+    batch_invariant: bool | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
     quantize: QuantizationConfig | str | None = None,
@@ -68,8 +69,8 @@ class AutoModel:
       dtype: dtype of the computation, and of the weights if `param_dtype` is None;
         None for the checkpoint's dtype.
       param_dtype: dtype of the weights; None for `dtype`.
-      remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
-        default.
+      remat, scan_layers, attention, batch_invariant, sharding: see
+        `TransformerConfig`; None keeps its default.
       num_scores: if not None, the model is a critic or a reward model: a head with
         `num_scores` outputs replaces the unembedding. The head is initialized randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
@@ -118,6 +119,7 @@ class AutoModel:
       remat=remat,
       scan_layers=scan_layers,
       attention=attention,
+      batch_invariant=batch_invariant,
       sharding=sharding,
       num_scores=num_scores,
     )
@@ -141,6 +143,7 @@ class AutoModel:
     remat: str | None = None,
     scan_layers: bool | None = None,
     attention: str | None = None,
+    batch_invariant: bool | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
     family: Family | None = None,
@@ -156,8 +159,8 @@ class AutoModel:
       rngs: source of the weights' key, used instead of `seed`.
       dtype: dtype of the computation, and of the weights if `param_dtype` is None;
         None keeps the config's.
-      param_dtype, remat, scan_layers, attention, sharding, num_scores: override the
-        config's fields if not None.
+      param_dtype, remat, scan_layers, attention, batch_invariant, sharding, num_scores:
+        override the config's fields if not None.
       family: the kind of model; None selects it by the class of the configuration.
 
     Raises:
@@ -174,6 +177,7 @@ class AutoModel:
       remat=remat,
       scan_layers=scan_layers,
       attention=attention,
+      batch_invariant=batch_invariant,
       sharding=sharding,
       num_scores=num_scores,
     )

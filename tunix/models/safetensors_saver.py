@@ -154,6 +154,7 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
     dtype=jnp.float32,
     remat="none",
     attention="auto",
+    batch_invariant=False,
     scan_layers=None,
     sharding=ShardingRules(),
   )

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models import calling
@@ -57,14 +58,36 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   can = (
     config.num_generations > 1
     and config.exact_tile_rows is None
+    # The blocks of keys that a batch-invariant model adds begin with the prompt.
+    and not any(calling.config_value(m, "batch_invariant") for m in models)
     and all(calling.adapt(model).shares_prompts for model in models)
   )
   if config.shared_prompt and not can:
     raise ValueError(
       "shared_prompt is True, but each prompt has one completion, or the actor or the "
-      "reference cannot share prompts (our decoders can): leave it None"
+      "reference cannot share prompts (our decoders can, without batch_invariant): "
+      "leave it None"
     )
   return can if config.shared_prompt is None else config.shared_prompt
+
+
+def samples_exactly(cluster: RLCluster) -> bool:
+  """Returns True if the sampler's log-probs of tokens are those of the actor.
+
+  On a mesh, those of bfloat16 may differ in the last bit.
+  """
+  rollout = cluster.cluster_config.rollout(Mode.TRAIN)
+  mesh = mesh_lib.mesh_of(nnx.state(cluster.actor))
+  is_single = calling.config_value(cluster.actor, "dtype") == jnp.float32
+  return bool(
+    calling.config_value(cluster.actor, "batch_invariant")
+    and (is_single or mesh is None or mesh.size == 1)
+    and getattr(cluster.rollout, "sampler", None) == "engine"
+    and cluster.rollout.model() is cluster.actor
+    and not cluster.cluster_config.training_config.staleness
+    and not rollout.filters
+    and rollout.weights is None
+  )
 
 
 def buckets_lengths(cluster: RLCluster, config: AlgorithmConfig) -> bool:

@@ -299,7 +299,8 @@ class ModelLoader:
       raise ValueError(f"model.args: {error}; correct that field") from error
 
   def _options(self) -> dict[str, Any]:
-    names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
+    names = ["dtype", "param_dtype", "remat", "scan_layers"]
+    names += ["attention", "batch_invariant"]
     options = named_values(self.config.model, names)
     # The job reward trains a head of one score.
     options["num_scores"] = None if self.config.fits_adapter else 1

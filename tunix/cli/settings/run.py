@@ -56,6 +56,9 @@ class ModelSettings:
       every layer; null: chosen by the number of layers.
     attention: implementation of attention. splash needs a TPU, cudnn a GPU; an
       implementation that cannot compute the model's attention is an error. null: auto.
+    batch_invariant: true computes tokens in products whose bits do not depend on other
+      rows, so that the sampler's log-probabilities are those of the trainer. On a CPU,
+      for models without experts and recurrent layers. null: false.
     quantize: stores the frozen weights below adapters in 4 or 8 bits (QLoRA).
   """
 
@@ -74,6 +77,7 @@ class ModelSettings:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = setting(
     None, may_change=True
   )
+  batch_invariant: bool | None = setting(None, may_change=True)
   quantize: Literal["nf4", "int4", "int8", "fp8", "mxfp4"] | None = None
 
   def __post_init__(self):

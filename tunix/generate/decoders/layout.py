@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.generate.decoders import decoders
+from tunix.models import calling
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.dense import qwix_seam
 from tunix.models.transformer.dense.cpu_products import TransposedKernel
@@ -96,6 +97,8 @@ def for_decoding(
     The layout; None if nothing changes.
   """
   rules = decoders.sharding_rules(model)
+  if gather is None and calling.config_value(model, "batch_invariant"):
+    gather = True  # sums of parts on several devices have other bits
   if rules is None or gather is False:
     return None
   leaves = jax.tree.leaves(state)

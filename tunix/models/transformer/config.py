@@ -154,6 +154,10 @@ class TransformerConfig:
       matrix products. "offload" is "block" with the inputs kept in the host's memory.
     attention: implementation of attention: "auto", or a name in
       `attention_paths.PATHS`, which refuses unsupported calls.
+    batch_invariant: if True, the bits of a token's results do not depend on the other
+      rows of a batch, on a CPU. A token that the engine draws then has the
+      log-probability that a trainer computes, see docs/guides/scoring.md. Only for
+      layers of attention and a dense MLP, with `attention` "auto".
     scan_layers: True runs the stacked layers in `lax.scan`, False unrolled. None scans
       them, except on a CPU with fewer than 24 layers.
     sharding: mesh axes of weights and activations.
@@ -210,6 +214,7 @@ class TransformerConfig:
   dtype: DTypeLike = jnp.float32
   remat: Literal["none", "block", "dots", "offload"] = "none"
   attention: str = "auto"
+  batch_invariant: bool = False
   scan_layers: bool | None = None
   sharding: ShardingRules = _SHARDING
 

@@ -29,6 +29,7 @@ from tunix.models.transformer.recurrences.delta_net import GatedDeltaNet
 from tunix.models.transformer.recurrences.mamba2 import Mamba2
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
+from tunix.ops import invariant
 
 
 class DecoderLayer(nnx.Module):
@@ -48,7 +49,7 @@ class DecoderLayer(nnx.Module):
 
   def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
     c = config
-    make = LayerMaker(c.sharding, c.param_dtype, rngs, stack)
+    make = LayerMaker(c.sharding, c.param_dtype, rngs, stack, c.batch_invariant)
     self.norms = _NORMS[c.norms] if c.parts == "both" else _ONE_NORM
     for name in self.norms:
       if name is not None:
@@ -64,6 +65,7 @@ class DecoderLayer(nnx.Module):
     self.scalar = nnx.data(make.scalar() if c.layer_scalars else None)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
+    self.invariant = c.batch_invariant
 
   def __call__(
     self,
@@ -95,14 +97,15 @@ class DecoderLayer(nnx.Module):
         own = rope.of_kind(angles, kind)
         more = (source,) if isinstance(self.attn, Attention) else ()
         out, keys_values = self.attn(attn_in(x), own, visible, cached, kind, *more)
-        x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
+        x = self._sum(x, self._scaled(attn_out(out)))
+        x = sharding.pin_activations(x, self.rules)
     if self.mlp is not None:
       with jax.named_scope("mlp"):
         extra = (routes,) if isinstance(self.mlp, MoE) else ()
         out = self.mlp(mlp_in(x), *extra)
         if self.beside is not None:
           out = self.beside(out, x, routes)
-        x = x + self._scaled(mlp_out(out))
+        x = self._sum(x, self._scaled(mlp_out(out)))
       x = sharding.pin_activations(x, self.rules)
     if self.input_gate is not None and vector is not None:
       with jax.named_scope("layer_input"):
@@ -115,7 +118,11 @@ class DecoderLayer(nnx.Module):
     """Multiplies in float32: the factor itself may have no exact 16-bit value."""
     if self.residual_multiplier == 1:
       return out
-    return (out.astype(jnp.float32) * self.residual_multiplier).astype(out.dtype)
+    out = (out.astype(jnp.float32) * self.residual_multiplier).astype(out.dtype)
+    return invariant.kept(out, self.invariant)
+
+  def _sum(self, x: jax.Array, out: jax.Array) -> jax.Array:
+    return invariant.kept(x + out, self.invariant)
 
   def _norm(self, name: str | None) -> Callable[[jax.Array], jax.Array]:
     return (lambda x: x) if name is None else getattr(self, name)
@@ -177,7 +184,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
     scale=c.query_scale,
     softcap=c.attention_softcap,
     windows=tuple(kind.window for kind in c.kinds),
-    implementation=c.attention,
+    implementation="invariant" if c.batch_invariant else c.attention,
     rules=c.sharding,
     sinks=make.sinks(c.num_heads) if c.attention_sinks else None,
   )

@@ -29,12 +29,14 @@ class LayerMaker:
     param_dtype: dtype of the weights.
     rngs: source of the weights' keys. Each linear map and each embedding takes one.
     stack: leading axes of all weights: (L,) for a stack of layers, else ().
+    invariant: see `TransformerConfig.batch_invariant`.
   """
 
   rules: ShardingRules
   param_dtype: DTypeLike
   rngs: nnx.Rngs
   stack: tuple[int, ...] = ()
+  invariant: bool = False
 
   def spec(self, kind: str, experts: int = 0) -> tuple:
     """Returns the PartitionSpec entries of a weight, see `sharding.weight_spec`."""
@@ -59,6 +61,7 @@ class LayerMaker:
       spec=self.spec(kind, experts),
       use_bias=bias,
       param_dtype=self.param_dtype,
+      invariant=self.invariant,
       rngs=self.rngs,
     )
 
@@ -82,6 +85,7 @@ class LayerMaker:
       stack=self.stack,
       spec=self.spec("norm"),
       param_dtype=self.param_dtype,
+      invariant=self.invariant,
     )
 
   def embedding(self, count: int, dim: int, scale: float | None = None) -> Embedding:

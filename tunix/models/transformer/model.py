@@ -31,6 +31,7 @@ from tunix.models.transformer.shards import explicit, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.token_rows import TokenRows
 from tunix.models.transformer.visibility import Visibility
+from tunix.ops.invariant import LANES, kept
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocabulary.softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
@@ -53,7 +54,7 @@ class Transformer(DecoderLayers):
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
     c = self.config = config
-    make = LayerMaker(c.sharding, c.param_dtype, rngs)
+    make = LayerMaker(c.sharding, c.param_dtype, rngs, invariant=c.batch_invariant)
     scale = c.embed_dim**0.5 if c.scale_embeddings else c.embedding_multiplier
     self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
     has_inputs = c.layer_input_dim is not None
@@ -124,9 +125,10 @@ class Transformer(DecoderLayers):
 
     Raises:
       ValueError: arguments that exclude each other were given, or the mask has another
-        number of dimensions.
+        number of dimensions, or a `batch_invariant` model does not run on a CPU.
     """
     c = self.config
+    _check_platform(c.batch_invariant)
     _check_call(cache, attention_mask, segment_ids, shared_prompt)
     index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
     if cache is not None:
@@ -160,6 +162,7 @@ class Transformer(DecoderLayers):
       if c.logits_divisor != 1 and self.score is None:
         # Here and not at the logits: every loss and sampler then has the same logits.
         x = (x.astype(jnp.float32) / c.logits_divisor).astype(x.dtype)
+        x = kept(x, c.batch_invariant)
     return (x if return_hidden else self.logits(x)), cache
 
   @explicit.auto_inside(explicit.hidden_spec)
@@ -169,6 +172,7 @@ class Transformer(DecoderLayers):
       rules = self.config.sharding
       tokens = sharding.pin_lookup(tokens, rules)
       x = self.embed_tokens(tokens, self.config.dtype, self.token_rows)
+      x = kept(x, self.config.batch_invariant)
       return sharding.pin_lookup(x, rules)
 
   def unstack(self) -> Transformer:
@@ -192,8 +196,12 @@ class Transformer(DecoderLayers):
         return self.score(hidden.astype(jnp.float32))
     table, layout = self._frozen_unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
+    invariant = self.config.batch_invariant
 
     def product(x, table):
+      if invariant:
+        table = (table.T if layout.transposed else table).astype(x.dtype)
+        return cpu_products.invariant_product(x, table, jnp.float32)
       return jnp.einsum(
         spec, x, table.astype(x.dtype), preferred_element_type=jnp.float32
       )
@@ -201,9 +209,14 @@ class Transformer(DecoderLayers):
     is_whole, head = layout.vocab_axis is None, self.lm_head
     with jax.named_scope("unembed"):
       if head is not None and isinstance(head.kernel, TransposedKernel):
-        out = head.kernel.product(hidden, product)
-      elif layout.transposed and is_whole and cpu_products.suits(hidden):
-        out = cpu_products.few_rows(hidden, table.astype(hidden.dtype))
+        out = head.kernel.product(hidden, product, invariant)
+      elif (
+        layout.transposed
+        and is_whole
+        and cpu_products.suits(hidden)
+        and not (invariant and (table.shape[0] % LANES or layout.mesh))
+      ):
+        out = cpu_products.few_rows(hidden, table.astype(hidden.dtype), invariant)
       else:
         out = product(cpu_products.doubled(hidden), table)[:, : hidden.shape[1]]
       if self.token_rows is not None:
@@ -212,7 +225,10 @@ class Transformer(DecoderLayers):
         )
       out = sharding.pin_features(out, self.config.sharding)
       out = sharding.pin_rows(out, self.config.sharding)
-      return out if layout.softcap is None else soft_cap(out, layout.softcap)
+      if layout.softcap is None:
+        return out
+      out = soft_cap(out, layout.softcap)
+      return kept(out, invariant)
 
   def unembedding(self) -> tuple[jax.Array, Layout]:
     """Returns the matrix that turns hidden states into logits, and its layout.
@@ -242,7 +258,11 @@ class Transformer(DecoderLayers):
     table = variable[...] if is_transposed else variable.get_value()
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
-      return table, Layout(transposed=tied, softcap=self.config.final_softcap)
+      return table, Layout(
+        transposed=tied,
+        softcap=self.config.final_softcap,
+        invariant=self.config.batch_invariant,
+      )
     splits_vocab = (
       rules.tp in mesh.shape and self.config.vocab_size % mesh.shape[rules.tp] == 0
     )
@@ -253,6 +273,7 @@ class Transformer(DecoderLayers):
       batch_axes=sharding.batch_axes(rules),
       token_axis=sharding.token_axis(rules),
       vocab_axis=rules.tp if splits_vocab else None,
+      invariant=self.config.batch_invariant,
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
@@ -282,6 +303,15 @@ class Transformer(DecoderLayers):
       cache_size=cache_size,
       dtype=dtype or c.dtype,
       states=states if any(makers) else (),
+    )
+
+
+def _check_platform(invariant: bool) -> None:
+  """Refuses batch invariance where no product has it."""
+  if invariant and (platform := mesh_lib.context_platform()) != "cpu":
+    raise ValueError(
+      f"batch_invariant is True and the model runs on {platform!r}; expected a CPU, "
+      "whose products were measured. Set it to False"
     )
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from tunix.ops import invariant
+
 # Bytes of one float32 [chunk, V] block of logits, 256 MiB: 448 tokens with a vocabulary
 # of 150,000. One or two blocks exist at a time. Smaller blocks make the matrix products
 # with the unembedding less efficient.
@@ -33,6 +35,8 @@ class Layout(NamedTuple):
     softcap: c of the soft cap c tanh(x / c) of logits x (Gemma 2); None for no cap.
     chunk_bytes: bytes of one block of logits on one device.
     token_axis: mesh axis that splits the tokens of every row, or None.
+    invariant: if True, the bits of a token's log-probability do not depend on other
+      tokens, on a CPU and without a split vocabulary.
   """
 
   transposed: bool = False
@@ -42,6 +46,7 @@ class Layout(NamedTuple):
   softcap: float | None = None
   chunk_bytes: int = CHUNK_BYTES
   token_axis: str | None = None
+  invariant: bool = False
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -183,14 +188,23 @@ def gradients(
 def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:
   """Returns the soft-capped logits of hidden [C, D], float32 [C, V]."""
   to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
-  logits = dot(to_logits, hidden, unembed)
-  return logits if layout.softcap is None else soft_cap(logits, layout.softcap)
+  count = hidden.shape[0]
+  if layout.invariant:
+    hidden = jnp.pad(hidden, ((0, max(0, invariant.MANY - count)), (0, 0)))
+  logits = dot(to_logits, hidden, unembed)[:count]
+  if layout.softcap is None:
+    return logits
+  capped = soft_cap(logits, layout.softcap)
+  return invariant.kept(capped, layout.invariant)
 
 
 def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
   layout = rule.layout
   capped = chunk_logits(hidden, unembed, layout)
-  logits = capped / rule.temperature
+  if layout.invariant:
+    logits = invariant.tempered(capped, rule.temperature)
+  else:
+    logits = capped / rule.temperature
   rows, vocab, offset = jnp.arange(targets.size), logits.shape[-1], 0
   if layout.vocab_axis is not None:
     offset = jax.lax.axis_index(layout.vocab_axis) * vocab
@@ -203,7 +217,8 @@ def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
   is_target = jnp.arange(vocab)[None, :] == column[:, None]
   centred = logits - top[:, None]
   others = jnp.where(is_target, 0.0, jnp.exp(centred))
-  rest = across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
+  own = invariant.total(others) if layout.invariant else jnp.sum(others, axis=-1)
+  rest = across(jax.lax.psum, own, layout)
   column = jnp.where(held, column, vocab)
   normaliser = rest + jnp.exp(at_target)
   return _Softmax(capped, centred, column, at_target, others, rest, normaliser)

@@ -101,6 +101,7 @@ class Experience:
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
     self._bucketed = setup.buckets_lengths(cluster, config)
+    self._samples_exactly = setup.samples_exactly(cluster)
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
     self._one_at_a_time = threading.Lock()
 
@@ -438,6 +439,8 @@ class Experience:
 
   def old_logps(self, rows: Rollouts) -> np.ndarray:
     """Returns the policy's log-probabilities of completions, float32 [B, R]."""
+    if self._samples_exactly and rows.images is None:
+      return np.where(rows.completion_mask, rows.rollout_logps, np.float32(0))
     return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
 
   def _shares(self, rollouts: Rollouts) -> bool:

@@ -17,7 +17,7 @@ filled are written from the rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tunix.models.transformer.attention import paths as attention_paths
+from tunix.models.transformer.attention import blockwise, paths as attention_paths
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops import sinks as sink_ops
+from tunix.ops import invariant, sinks as sink_ops
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
@@ -144,7 +144,11 @@ def _attend(
   seen = index <= (positions if last is None else last)[:, :, None]
   if window is not None:
     seen &= index > positions[:, :, None] - window
-  if q * width > attention_paths.PLAIN_SCORES_ELSEWHERE:  # too many to hold at once
+  is_invariant = implementation == "invariant"
+  if (
+    q * width > attention_paths.PLAIN_SCORES_ELSEWHERE  # too many to hold at once
+    and not is_invariant
+  ):
     return attention_paths.attend(
       query,
       k.transpose(0, 2, 4, 1, 3).reshape(r, width, heads, h).astype(query.dtype),
@@ -162,17 +166,53 @@ def _attend(
     rows = query.reshape(r, q, heads, n // heads, h).transpose(0, 2, 3, 1, 4)
     scores = _of_tiles("rktah,rkthw->rktaw", rows.reshape(r, heads, -1, h), k, dtype)
     scores = scores.swapaxes(2, 3).reshape(r, heads, n // heads, q, width)
-    scores *= h**-0.5 if scale is None else scale
-    if softcap is not None:
-      scores = softcap * jnp.tanh(scores / softcap)
+    scale = h**-0.5 if scale is None else scale
+    scores, _ = blockwise.scaled(scores, scale, softcap, is_invariant)
     scores = jnp.where(seen[:, None, None], scores, attention_paths.NEVER)
-    by_group = None if sinks is None else sinks.reshape(heads, -1, 1)
-    weights = sink_ops.softmax(scores, by_group).astype(query.dtype)
-  with jax.named_scope("values"):
-    weights = weights.reshape(r, heads, -1, width)
+
+  def of_values(weights, v):
+    weights = invariant.kept(weights.astype(query.dtype), is_invariant)
+    weights = weights.reshape(r, heads, -1, weights.shape[-1])
     out = _of_tiles("rkjaw,rkjwe->rkjae", weights, v, dtype)
-    out = out.swapaxes(2, 3).reshape(r, heads, n // heads, q, h)
-    return out.transpose(0, 3, 1, 2, 4).reshape(r, q, n, h).astype(query.dtype)
+    return out.swapaxes(2, 3).reshape(r, heads, n // heads, q, h)
+
+  if is_invariant:
+    by_group = None if sinks is None else sinks.reshape(heads, -1).astype(jnp.float32)
+    out = _by_blocks(scores, v, of_values, by_group)
+  else:
+    by_group = None if sinks is None else sinks.reshape(heads, -1, 1)
+    weights = sink_ops.softmax(scores, by_group)
+    with jax.named_scope("values"):
+      out = of_values(weights, v)
+  return out.transpose(0, 3, 1, 2, 4).reshape(r, q, n, h).astype(query.dtype)
+
+
+def _by_blocks(
+  scores: Float[Array, "R K G Q W"],
+  v: Float[Array, "R K H_E W E"],
+  of_values: Callable[[jax.Array, jax.Array], jax.Array],
+  sinks: Float[Array, "K G"] | None,
+) -> Float[Array, "R K G Q H"]:
+  """Returns softmax(scores) v as the path "invariant" computes it, block by block."""
+  width, size = scores.shape[-1], blockwise.INVARIANT_KEYS
+  shape = (*scores.shape[:-1], v.shape[2] * v.shape[4])
+
+  def block(j, seen):
+    at = jnp.minimum(j * size, width - size)
+    part = jax.lax.dynamic_slice_in_dim(scores, at, size, axis=4)
+    # The last block of a width that is no multiple begins in the block before it.
+    is_new = at + jnp.arange(size) >= j * size
+    part = jnp.where(is_new, part, blockwise.HIDDEN)
+    values = jax.lax.dynamic_slice_in_dim(v, at, size, axis=3)
+    return blockwise.with_keys(seen, part, lambda w: of_values(w, values), True)
+
+  seen = blockwise.no_keys(shape, sinks)
+  if width <= size:
+    seen = blockwise.with_keys(seen, scores, lambda w: of_values(w, v), True)
+  else:
+    seen = jax.lax.fori_loop(0, -(-width // size), block, seen)
+  _, total, out = seen
+  return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _of_tiles(

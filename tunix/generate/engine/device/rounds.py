@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.generate.drawing import sampling
 from tunix.generate.engine.cache.rows import Places
 from tunix.generate.engine.device import adapters, prompt_lookup, token_sampling
 from tunix.generate.engine.device.state import (
@@ -94,7 +93,7 @@ def run_model(
   if "prompts" in rules.uses and targets.size:
     scores = jax.lax.cond(
       here.scores,
-      lambda: _prompt_scores(model, hidden[batch:], targets, tops),
+      lambda: _prompt_scores(model, hidden[batch:], targets, tops, rules),
       lambda: scores,
     )
   if routes is not None:
@@ -291,9 +290,10 @@ def watched(slots: Slots, out: LaunchOutput, tokens: jax.Array) -> LaunchOutput:
 
 
 def _prompt_scores(
-  model: nnx.Module, hidden: jax.Array, targets: jax.Array, tops: int
+  model: nnx.Module, hidden: jax.Array, targets: jax.Array, tops: int, rules: Rules
 ) -> PromptOut:
   logits = logits_of(model, hidden)
   return PromptOut(
-    sampling.token_logps(logits, targets), *token_sampling.most_likely(logits, tops)
+    token_sampling.logps_of(rules)(logits, targets),
+    *token_sampling.most_likely(logits, tops),
   )

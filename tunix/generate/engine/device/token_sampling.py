@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate.drawing import filters, sampling
 from tunix.models.transformer.experts.route_records import RouteForm
+from tunix.ops import invariant
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any  # a traced array inside a program, a host array where it is called
@@ -43,8 +44,8 @@ class Rules:
     biases: bool, some row has a bias.
     scores: bool, log-probabilities are wanted.
     tops: bool, the most likely tokens are wanted.
-    uses: names of the flags that may be True; and "prompts" if log-probs of prompts are
-      wanted.
+    uses: names of the flags that may be True; "prompts" if log-probs of prompts are
+      wanted; and "invariant" for a model that is `batch_invariant`.
   """
 
   keys: Leaf
@@ -169,7 +170,7 @@ def choose(
   )
   logps = rules.when(
     "scores",
-    lambda: sampling.token_logps(logits, tokens),
+    lambda: logps_of(rules)(logits, tokens),
     _zeros(best),
     is_cheap=True,
   )
@@ -206,12 +207,16 @@ def _drawn(
 
   # A filter that is off must not cut a token of its row by a rounding error.
   allowed = rules.when("filters", filtered, scaled)
+  scored = allowed
+  if "invariant" in rules.uses:  # as trainers divide by the temperature
+    whole = invariant.tempered(logits, jnp.where(is_sampled, rules.temperature, 1))
+    scored = jnp.where(jnp.isfinite(allowed), whole, -jnp.inf)
   keys = jax.vmap(jax.random.wrap_key_data)(rules.keys)
   fold = jax.vmap(jax.random.fold_in)
   sampled = sampling.sample(fold(fold(keys, rules.rows), index), allowed)
   logps = rules.when(
     "scores",
-    lambda: sampling.token_logps(allowed, sampled),
+    lambda: logps_of(rules)(scored, sampled),
     _zeros(best),
     is_cheap=True,
   )
@@ -224,6 +229,12 @@ def _drawn(
   ids, values = most_likely(allowed, head)
   probs = jnp.where(is_sampled[:, None], jnp.exp(values), 0)
   return pick(sampled, best), pick(logps, 0), ids, probs
+
+
+def logps_of(rules: Rules) -> Callable[[jax.Array, jax.Array], jax.Array]:
+  """Returns the function of log-probabilities that suits the model."""
+  is_invariant = "invariant" in rules.uses
+  return invariant.token_logps if is_invariant else sampling.token_logps
 
 
 def most_likely(

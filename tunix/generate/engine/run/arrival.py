@@ -58,6 +58,8 @@ def sequences_of(
   _check_sizes(ticket, stop_ids, config)
   key, filters = _key_data(r.seed), r.filters
   uses = arrays.uses_of(r)
+  if model.config.batch_invariant:
+    uses |= {"invariant"}
   form = route_records.form_of(model) if config.record_routes else None
   images = _image_places(ticket, model, config)
   return [

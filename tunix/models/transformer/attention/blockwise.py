@@ -18,6 +18,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +28,20 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.visibility import Tokens, Visibility, is_visible, reach
+from tunix.ops import invariant
 from tunix.perf import flops, hlo_flops
 
 # Score of a hidden key, and initial value of the running maximum. The initial value is
 # larger. As long as a query has seen no visible key, a hidden key therefore gets the
-# weight exp(_HIDDEN - _FLOOR) = 0. With equal values the weight would be exp(0) = 1.
-_HIDDEN = -1e30
+# weight exp(HIDDEN - _FLOOR) = 0. With equal values the weight would be exp(0) = 1.
+HIDDEN = -1e30
 _FLOOR = -1e29
+
+# The largest score of each query, the sum of its weights, and the weighted values.
+Seen = tuple[jax.Array, jax.Array, jax.Array]
+
+# Keys of a block in the path "invariant", in trainers and in the engine.
+INVARIANT_KEYS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +52,15 @@ class _Options:
   softcap: float | None
   window: int | None
   sizes: tuple[int, int]  # queries and keys of a block
+  is_invariant: bool  # see `attend`
   passes: float | None  # key blocks of a query block on average; None: not known
+
+  def operands(self, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays as they are multiplied.
+
+    Products of bfloat16 have other bits than those of float32, which the engine makes.
+    """
+    return [x.astype(jnp.float32) if self.is_invariant else x for x in arrays]
 
   def annotation(self) -> Any:
     """Returns a context that annotates loops over key blocks, see `hlo_flops`."""
@@ -76,6 +93,7 @@ def attend(
   query_block: int = 256,
   key_block: int = 256,
   sinks: Float[Array, " N"] | None = None,
+  is_invariant: bool = False,
 ) -> Float[Array, "B T N H"]:
   """Returns softmax(scores) v, with O(B N (T H + query_block * key_block)) memory.
 
@@ -83,6 +101,8 @@ def attend(
     query, key, value, visible, scale, softcap, window, sinks: see
       `attention_paths.attend`.
     query_block, key_block: largest numbers of queries and keys in a block of scores.
+    is_invariant: if True, the bits of a query's output depend only on the query, on the
+      keys before it and on their slots, on a CPU.
 
   Returns:
     The output in value's dtype; 0 for a query without a visible key.
@@ -90,8 +110,11 @@ def attend(
   b, t, n, h = query.shape
   s, k = key.shape[1:3]
   sizes = block_size(t, query_block), block_size(s, key_block)
+  if is_invariant:
+    # XLA multiplies a single row, and numbers of keys with a rest, in another order.
+    sizes = max(2, sizes[0]), sizes[1] + -sizes[1] % 32
   passes = None if visible.mask is not None else _mean_passes(s, window, sizes[1])
-  options = _Options(scale, softcap, window, sizes, passes)
+  options = _Options(scale, softcap, window, sizes, is_invariant, passes)
   index = _cut_visibility(visible, options, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
   # The N query heads become K groups of G = N / K, one group per key head:
@@ -205,17 +228,24 @@ def _block_mask(
 def _scores(options, query, key, mask):
   """Returns scores, float32 [B, K, G, q, k], and the derivative of the soft cap.
 
-  Hidden keys have the score _HIDDEN. Without a soft cap the derivative is None.
+  Hidden keys have the score HIDDEN. Without a soft cap the derivative is None.
   """
   with jax.named_scope("scores"):
-    raw = jnp.einsum(
-      "bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32
-    )
-    raw, slope = raw * options.scale, None
-    if options.softcap is not None:
-      tanh = jnp.tanh(raw / options.softcap)
-      raw, slope = tanh * options.softcap, 1 - tanh * tanh
-    return jnp.where(mask, raw, _HIDDEN), slope
+    raw = _product("bkgth,bksh->bkgts", *options.operands(query, key))
+    raw, slope = scaled(raw, options.scale, options.softcap, options.is_invariant)
+    return jnp.where(mask, raw, HIDDEN), slope
+
+
+def scaled(
+  scores: jax.Array, scale: float, softcap: float | None, is_invariant: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns scores with their factor and soft cap, and the derivative of the cap."""
+  times = invariant.product if is_invariant else operator.mul
+  scores = times(scores, scale)
+  if softcap is None:
+    return scores, None
+  tanh = jnp.tanh(times(scores, 1 / softcap) if is_invariant else scores / softcap)
+  return times(tanh, softcap), 1 - tanh * tanh
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -236,30 +266,65 @@ def _forward(options, query, key, value, index, sinks):
     q = query[i]
 
     def key_block(j, carry):
-      top, total, out = carry
       scores, _ = _scores(options, q, key[j], _block_mask(options, index, i, j))
-      new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-      weights = jnp.exp(scores - new_top[..., None])
-      shrink = jnp.exp(top - new_top)
-      total = total * shrink + jnp.sum(weights, axis=-1)
-      with jax.named_scope("values"):
-        added = _product("bkgts,bksh->bkgth", weights.astype(value.dtype), value[j])
-      return new_top, total, out * shrink[..., None] + added
 
-    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    start = zeros + _FLOOR, zeros, jnp.zeros(q.shape, jnp.float32)
-    if sinks is not None:
-      start = zeros + sinks[..., None], zeros + 1, start[2]
+      def of_values(weights):
+        weights = invariant.kept(weights.astype(value.dtype), options.is_invariant)
+        operands = options.operands(weights, value[j])
+        return _product("bkgts,bksh->bkgth", *operands)
+
+      return with_keys(carry, scores, of_values, options.is_invariant)
+
+    start = no_keys(q.shape, sinks)
     bounds = index.first[i], index.last[i]
     with options.annotation():
       top, total, out = jax.lax.fori_loop(*bounds, key_block, start)
     safe = jnp.where(total > 0, total, 1.0)
     # 0 for a query without a visible key: its weights in the backward pass are then
-    # exp(_HIDDEN - 0) = 0, and its gradient is finite.
+    # exp(HIDDEN - 0) = 0, and its gradient is finite.
     norm = jnp.where(total > 0, top + jnp.log(safe), 0.0)
     return (out / safe[..., None]).astype(value.dtype), norm
 
   return jax.lax.map(query_block, jnp.arange(query.shape[0]))
+
+
+def no_keys(shape: tuple[int, ...], sinks: jax.Array | None) -> Seen:
+  """Returns the softmax over no keys, or over sinks [K, G].
+
+  Args:
+    shape: shape of the queries, [B, K, G, q, H].
+    sinks: see `attend`, float32 [K, G].
+  """
+  zeros, out = jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape, jnp.float32)
+  if sinks is not None:
+    return zeros + sinks[..., None], zeros + 1, out
+  return zeros + _FLOOR, zeros, out
+
+
+def with_keys(
+  seen: Seen,
+  scores: Float[Array, "B K G q k"],
+  of_values: Callable[[jax.Array], jax.Array],
+  is_invariant: bool = False,
+) -> Seen:
+  """Returns the softmax with further keys.
+
+  Args:
+    seen: the softmax so far.
+    scores: scores of the keys; HIDDEN for those that a query does not see.
+    of_values: multiplies weights [B, K, G, q, k] by the values, in float32.
+    is_invariant: see `attend`.
+  """
+  top, total, out = seen
+  new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+  weights = jnp.exp(scores - new_top[..., None])
+  shrink = jnp.exp(top - new_top)
+  added = invariant.total(weights) if is_invariant else jnp.sum(weights, axis=-1)
+  times = invariant.product if is_invariant else operator.mul
+  total = times(total, shrink) + added
+  with jax.named_scope("values"):
+    added = of_values(weights)
+  return new_top, total, times(out, shrink[..., None]) + added
 
 
 def _save(options, query, key, value, index, sinks):

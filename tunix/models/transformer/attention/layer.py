@@ -18,6 +18,7 @@ from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.dense.layers import Linear, RMSNorm, unit_rms
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
+from tunix.ops import invariant
 
 # Keys and values, or the cache of one layer: buffers, or an object with `attend` (see
 # `cache.LayerCache`).
@@ -171,8 +172,9 @@ class Attention(nnx.Module):
     self, out: Float[Array, "B T N H"], gate: jax.Array | None
   ) -> Float[Array, "B T D"]:
     """Maps the heads' outputs back to the residual stream."""
+    out = self._kept(out)
     if gate is not None:
-      out = out * jax.nn.sigmoid(gate)
+      out = self._kept(out * jax.nn.sigmoid(gate))
     out = sharding.pin_rows(out.reshape(*out.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
@@ -186,10 +188,17 @@ class Attention(nnx.Module):
     """
     query, gate, key, value = self._project(x)
     with jax.named_scope("rope"):
-      query = rotate(query, angles.for_queries())
+      query = self._kept(rotate(query, angles.for_queries()))
       if key is not None:
-        key = rotate(key, angles._replace(query=None))
+        key = self._kept(rotate(key, angles._replace(query=None)))
     return query, gate, key, value
+
+  @property
+  def _is_invariant(self) -> bool:
+    return self.implementation == "invariant"
+
+  def _kept(self, x: jax.Array) -> jax.Array:
+    return invariant.kept(x, self._is_invariant)
 
   def _project(self, x):
     """Returns queries, gates, keys and values by heads.
@@ -217,7 +226,8 @@ class Attention(nnx.Module):
       return normed(query, self.q_norm), gate, None, None
     value = (key if value is None else value).reshape(heads)
     if self.value_eps is not None:
-      value = unit_rms(value, self.value_eps).astype(value.dtype)
+      value = unit_rms(value, self.value_eps, self._is_invariant).astype(value.dtype)
+      value = self._kept(value)
     return normed(query, self.q_norm), gate, normed(key, self.k_norm), value
 
   def _queries_keys_values(self, x: jax.Array) -> list[jax.Array | None]:

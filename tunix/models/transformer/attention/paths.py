@@ -282,9 +282,22 @@ def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
   return jnp.einsum("bkgts,bskh->btkgh", weights, value)
 
 
-def _blockwise(query, key, value, visible, scale, softcap, window, rules, sinks=None):
+def _blockwise(
+  query,
+  key,
+  value,
+  visible,
+  scale,
+  softcap,
+  window,
+  rules,
+  sinks=None,
+  *,
+  invariant=False,
+):
   del rules
   largest = 256 if mesh_lib.context_platform() == "cpu" else 512
+  largest = blockwise.INVARIANT_KEYS if invariant else largest
   return blockwise.attend(
     query,
     key,
@@ -296,12 +309,18 @@ def _blockwise(query, key, value, visible, scale, softcap, window, rules, sinks=
     query_block=largest,
     key_block=largest,
     sinks=sinks,
+    is_invariant=invariant,
   )
 
 
 PATHS = {
   "plain": Path(run=plain),
   "blockwise": Path(run=_blockwise),
+  "invariant": Path(
+    run=functools.partial(_blockwise, invariant=True),
+    lacks=("shared", "split"),
+    platforms=("cpu",),
+  ),
   "splash": Path(
     run=fused.splash, lacks=("mask", "groups", "cache", "shared"), platforms=("tpu",)
   ),

@@ -17,7 +17,7 @@ LayerType = Literal["full", "sliding", "nope", "linear", "none"]
 TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
 
 # Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
-ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
+ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn", "invariant")
 
 # Checkpoint name of a layer's input, the only array that the policy "offload" keeps.
 LAYER_INPUT = "layer_input"
@@ -57,6 +57,7 @@ def check(config: TransformerConfig) -> None:
   _check_shared_kv(config)
   _check_products(config)
   _check_mla(config)
+  _check_invariant(config)
 
 
 def _check_layer_types(config: TransformerConfig) -> None:
@@ -134,3 +135,15 @@ def _check_mla(config: TransformerConfig) -> None:
   for name, value in named_values(config, want).items():
     if value != want[name]:
       raise ValueError(f"{name} is {value!r} with mla; expected {want[name]!r}")
+
+
+def _check_invariant(config: TransformerConfig) -> None:
+  if not config.batch_invariant:
+    return
+  want = {"attention": "auto", "moe": None, "mla": None, "mixer": None}
+  for name, value in named_values(config, want).items():
+    if value != want[name]:
+      raise ValueError(
+        f"{name} is {value!r} with batch_invariant; expected {want[name]!r}. Set "
+        "batch_invariant to False"
+      )

@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tunix.ops.invariant import LANES, MANY, rounded
 from tunix.utils import mesh as mesh_lib
 
 # With more rows, `few_rows` is not faster than the product with the matrix [in, out].
@@ -55,11 +57,15 @@ class TransposedKernel(nnx.Module):
     return self.matrix[...].T
 
   def product(
-    self, x: Float[Array, "*B I"], product: Callable[[jax.Array, jax.Array], jax.Array]
+    self,
+    x: Float[Array, "*B I"],
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    invariant: bool = False,
   ) -> Float[Array, "*B O"]:
-    """Returns product(x, kernel)."""
-    if x.dtype == jnp.float32 and suits(x):
-      return few_rows(x, self.matrix[...])
+    """Returns product(x, kernel); see `few_rows` for `invariant`."""
+    is_whole = not (invariant and self.matrix.shape[0] % LANES)
+    if x.dtype == jnp.float32 and suits(x) and is_whole:
+      return few_rows(x, self.matrix[...], invariant)
     return product(x, self[...].astype(x.dtype))
 
 
@@ -71,10 +77,16 @@ def suits(x: jax.Array) -> bool:
 
 
 def few_rows(
-  x: Float[Array, "*B I"], matrix: Float[Array, "O I"]
+  x: Float[Array, "*B I"], matrix: Float[Array, "O I"], invariant: bool = False
 ) -> Float[Array, "*B O"]:
-  """Returns x times the transposed matrix, in float32."""
+  """Returns x times the transposed matrix, in float32.
+
+  With `invariant`, the bits of a row are those of `invariant_product`, if the number of
+  outputs is a multiple of LANES.
+  """
   rows = doubled(x.reshape(-1, x.shape[-1]))
+  if invariant:
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % LANES), (0, 0)))
   out = jnp.einsum("oi,ri->or", matrix, rows, preferred_element_type=jnp.float32)
   # Without the barrier, XLA swaps the operands and has no small result to transpose.
   out = jax.lax.optimization_barrier(out).T[: math.prod(x.shape[:-1])]
@@ -100,6 +112,33 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   spec = spec.replace("...", "STUVWXYZ"[:axes])
   rows = doubled(x) if axes else x  # without axes, the last but one is in `y` too
   return _rounded(spec, rows, y)[..., : x.shape[-2], :]
+
+
+def invariant_product(
+  x: Float[Array, "*B T I"], kernel: Float[Array, "I O"], dtype: DTypeLike | None = None
+) -> Float[Array, "*B T O"]:
+  """Returns x @ kernel; on a CPU, the bits of a row do not depend on other rows.
+
+  Args:
+    x, kernel: both float32, or both bfloat16; they are added in float32.
+    dtype: dtype of the result; None for that of x.
+  """
+  (*lead, tokens, size), outs = x.shape, kernel.shape[1]
+  mesh = mesh_lib.context_mesh()
+  is_alone = mesh is None
+  # A mesh may split the leading axes, which are therefore not joined with the tokens'.
+  rows = x.reshape(-1, size) if is_alone or tokens == 1 else x
+  least = MANY * mesh.size if mesh else MANY if x.dtype == jnp.float32 else 2
+  short = max(0, least - rows.shape[-2])
+  rows = jnp.pad(rows, ((0, 0),) * (rows.ndim - 2) + ((0, short), (0, 0)))
+  kernel = jnp.pad(kernel, ((0, 0), (0, max(0, LANES - outs))))
+  if dtype is None and is_alone and _is_half(x):
+    out = _rounded("si,io->so", rows, kernel)  # its gradient has float32 results too
+  else:
+    out = jnp.einsum("...i,io->...o", rows, kernel, preferred_element_type=jnp.float32)
+  count = rows.shape[-2] - short
+  out = out[..., :count, :outs].reshape(*lead, tokens, outs).astype(dtype or x.dtype)
+  return rounded(out)
 
 
 def doubled(x: Float[Array, "*B N I"]) -> jax.Array:

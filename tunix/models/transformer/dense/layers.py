@@ -20,6 +20,7 @@ from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
 from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.token_rows import TokenRows
+from tunix.ops import invariant
 
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02
@@ -87,6 +88,8 @@ class Linear(nnx.Module):
       sets it while it traces (see generate/engine/device/adapters.py).
     is_module: False if the kernel is a parameter of another module in transformers, so
       that PEFT has no adapter for it.
+    invariant: if True, a row's bits do not depend on other rows, see
+      `TransformerConfig.batch_invariant`.
   """
 
   is_module = True
@@ -100,8 +103,10 @@ class Linear(nnx.Module):
     spec: tuple[Any, ...],
     use_bias: bool = False,
     param_dtype: DTypeLike = jnp.float32,
+    invariant: bool = False,
     rngs: nnx.Rngs,
   ):
+    self.invariant = invariant
     shape = (*stack, in_dim, out_dim)
     self.kernel: nnx.Param | QuantizedKernel | TransposedKernel = nnx.data(
       param(fresh(rngs.params(), shape).astype(param_dtype), spec)
@@ -122,6 +127,8 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., out]."""
     einsum = self._einsum()
+    if self.invariant:
+      return self._apply(x, cpu_products.invariant_product, lambda v: v)
     return self._apply(x, lambda x, w: einsum("...i,io->...o", x, w), lambda v: v)
 
   def _einsum(self) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
@@ -161,20 +168,24 @@ class Linear(nnx.Module):
     if isinstance(self.kernel, QuantizedKernel):
       y = self.kernel.product(x, product, spread)
     elif isinstance(self.kernel, TransposedKernel):
-      y = self.kernel.product(x, product)
+      y = self.kernel.product(x, product, self.invariant)
     else:
       y = product(x, self.kernel[...].astype(x.dtype))
     if self.lora_a is not None and self.lora_b is not None:
       a, b = self.lora_a[...], self.lora_b[...]
       low = product(self._dropped(x), a.astype(x.dtype))
-      y = y + product(low, b.astype(x.dtype)) * self.lora_scale
+      low = product(low, b.astype(x.dtype)) * self.lora_scale
+      y = y + invariant.kept(low, self.invariant)
       if self.lora_magnitude is not None:
-        y = y * spread(self._magnitude_ratio(a, b)).astype(x.dtype)
+        y = invariant.kept(y, self.invariant) * spread(
+          self._magnitude_ratio(a, b)
+        ).astype(x.dtype)
+        y = invariant.kept(y, self.invariant)
     if self.added is not None:
       y = y + self.added(x)
     if self.bias is not None:
       y = y + spread(self.bias[...]).astype(x.dtype)
-    return y
+    return invariant.kept(y, self.invariant)
 
   def _dropped(self, x: jax.Array) -> jax.Array:
     if self.deterministic or not self.lora_dropout or self.lora_rng is None:
@@ -239,10 +250,17 @@ def recomputed(fn: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
   return jax.checkpoint(fn, prevent_cse=False)(*args)
 
 
-def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-  """Returns x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
+def unit_rms(x: jax.Array, eps: float, is_invariant: bool = False) -> jax.Array:
+  """Returns x / sqrt(mean(x^2) + eps) over the last axis, in float32.
+
+  With `is_invariant`, a row's bits do not depend on other rows, on a CPU.
+  """
   y = x.astype(jnp.float32)
-  return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  if is_invariant:
+    mean = (invariant.total(y * y) / y.shape[-1])[..., None]
+  else:
+    mean = jnp.mean(y * y, axis=-1, keepdims=True)
+  return y * jax.lax.rsqrt(mean + eps)
 
 
 class RMSNorm(nnx.Module):
@@ -257,17 +275,20 @@ class RMSNorm(nnx.Module):
     stack: Stack = (),
     spec: tuple[Any, ...],
     param_dtype: DTypeLike = jnp.float32,
+    invariant: bool = False,
   ):
+    self.invariant = invariant
     self.scale = param(jnp.full((*stack, dim), 1.0 - offset, param_dtype), spec)
     self.eps = eps
     self.offset = offset
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return recomputed(self._normed, x, self.scale[...])
+    out = recomputed(self._normed, x, self.scale[...])
+    return invariant.kept(out, self.invariant)
 
   def _normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
     factor = scale.astype(jnp.float32) + self.offset
-    return (unit_rms(x, self.eps) * factor).astype(x.dtype)
+    return (unit_rms(x, self.eps, self.invariant) * factor).astype(x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models.transformer.dense.layers import Linear, recomputed
+from tunix.ops import invariant
 
 Activation = Callable[[jax.Array], jax.Array]
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -38,7 +39,8 @@ class MLP(nnx.Module):
       x: the input.
       product: applies a linear map; for experts see `Linear.grouped`.
     """
-    return self.activation(product(self.up_proj, x))
+    out = self.activation(product(self.up_proj, x))
+    return invariant.kept(out, self.up_proj.invariant)
 
 
 class GatedMLP(MLP):
@@ -64,7 +66,8 @@ class GatedMLP(MLP):
   def hidden(self, x: jax.Array, product: Product) -> jax.Array:
     """Returns the hidden units, see `MLP.hidden`."""
     gate, up = product(self.gate_proj, x), product(self.up_proj, x)
-    return gated(gate, up, self.activation, self.gating)
+    out = gated(gate, up, self.activation, self.gating)
+    return invariant.kept(out, self.up_proj.invariant)
 
 
 class FusedGatedMLP(nnx.Module):
@@ -106,7 +109,8 @@ class FusedGatedMLP(nnx.Module):
       # minutes and more than 24 GB from 2,048 hidden units on.
       pairs = both.reshape(*both.shape[:-1], -1, 2)
       gate, up = pairs[..., 0], pairs[..., 1]
-    return gated(gate, up, self.activation, self.gating)
+    out = gated(gate, up, self.activation, self.gating)
+    return invariant.kept(out, self.gate_up_proj.invariant)
 
 
 def gated(

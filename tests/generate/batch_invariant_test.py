@@ -1,0 +1,114 @@
+"""Batch-invariant models: the engine's log-probs have the bits of the trainer's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys
+from tests.generate import scored
+from tests.generate.toy_ids import Ids
+from tunix.generate import scoring
+from tunix.generate.engine_sampler import EngineSampler, sampler_of
+from tunix.models.automodel import AutoModel
+from tunix.utils import mesh as mesh_lib
+
+# The compiler decides about the bits of products.
+pytestmark = pytest.mark.shipped
+
+SIZES = {"embed_dim": 64, "hidden_dim": 160, "num_heads": 6, "head_dim": 16}
+GEMMA = {
+  "norms": "both",
+  "norm_offset": 1.0,
+  "activation": "gelu_tanh",
+  "scale_embeddings": True,
+  "tie_embeddings": True,
+  "attention_softcap": 5.0,
+  "final_softcap": 3.0,
+  "layer_types": ("sliding", "full"),
+  "sliding_window": 7,
+}
+QWEN = {"qk_norm": "head", "qkv_bias": True, "num_heads": 2, "attention_sinks": True}
+KINDS = {
+  "gemma_bfloat16": {**GEMMA, "dtype": jnp.bfloat16},
+  "qwen_lora": {**QWEN, "num_layers": 1, "lora_rank": 4},
+}
+
+
+def prompts(longest: int) -> list[list[int]]:
+  """Prompts of mixed lengths, of which some begin as others."""
+  draw = np.random.default_rng(0)
+  sizes = 1, 5, 17, longest, 2, 30
+  out = [draw.integers(3, toys.VOCAB, size).tolist() for size in sizes]
+  return [*out, out[3][: longest // 2] + out[1], out[2]]
+
+
+def differing(model, sampler, longest, temperature=0.7, rows=slice(None)) -> int:
+  """Draws completions, and counts tokens with other log-probs in training."""
+  texts = [" ".join(map(str, ids)) for ids in prompts(longest)]
+  steps = [9, 3, 14, 6, 11, 20, 8, 12]
+  out = sampler(
+    texts, steps, temperature=temperature, seed=1, num_samples=2, return_logprobs=True
+  )
+  ids = [row for row in prompts(longest) for _ in range(2)]
+  batch = scored.batch(list(zip(ids, out.tokens))[rows], longest + 9, 20)
+  have = out.sampling_logprobs[rows]
+
+  @nnx.jit
+  def train(model, *arrays):
+    def loss(model):
+      scores = scoring.score_completions(model, *arrays, temperature=temperature)
+      return jnp.sum(scores.logps), scores.logps
+
+    return nnx.value_and_grad(loss, has_aux=True)(model)
+
+  (_, logps), _ = train(model, *batch)
+  logps = np.asarray(logps)
+  return sum(int(np.sum(x != y[: len(x)])) for x, y in zip(have, logps))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_engine_scores_as_the_trainer(name):
+  model = toys.model(**{**SIZES, **KINDS[name]}, batch_invariant=True)
+  assert differing(model, EngineSampler(model, Ids(), slots=3), 40) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
+  model = toys.model(
+    **SIZES, num_layers=1, dtype=jnp.dtype(dtype), batch_invariant=True
+  )
+  sampler = EngineSampler(model, Ids(), slots=16)
+  assert differing(model, sampler, 290, temperature=1.0) == 0
+  assert differing(model, sampler, 290, temperature=1.0, rows=slice(3, 4)) == 0
+
+
+def test_a_mesh_changes_no_bit():
+  mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+  config = toys.config(**SIZES, num_layers=1, batch_invariant=True)
+  model = AutoModel.from_config(config, mesh)
+  sampler = sampler_of(model, Ids())
+  assert isinstance(sampler, EngineSampler)
+  with mesh_lib.use_mesh(mesh):
+    assert differing(model, sampler, 40) == 0
+
+
+def test_other_models_differ():
+  model = toys.model(**SIZES, num_layers=1)
+  assert differing(model, EngineSampler(model, Ids(), slots=3), 40) > 0
+
+
+def test_other_platforms_are_refused(monkeypatch):
+  model = toys.model(batch_invariant=True)
+  monkeypatch.setattr(mesh_lib, "context_platform", lambda: "gpu")
+  with pytest.raises(ValueError, match="batch_invariant is True and the model runs on"):
+    model(jnp.zeros((1, 2), jnp.int32))
+
+
+@pytest.mark.parametrize(
+  "changes", [scored.MODELS["moe"], {"attention": "plain"}], ids=["moe", "plain"]
+)
+def test_other_layers_are_refused(changes):
+  with pytest.raises(ValueError, match="with batch_invariant; expected"):
+    toys.config(**changes, batch_invariant=True)
