@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tunix.utils import mesh as mesh_lib
-
 # Numbers of a vector register with 512 bits. Smaller registers divide it.
 LANES = 16
 # With fewer rows, XLA multiplies float32 with a matrix [in, out] in another order.
@@ -34,7 +32,7 @@ def total(x: Float[Array, "*B N"]) -> Float[Array, "*B"]:
   rows = x[..., None, :] if x.ndim == 1 else x
   count = rows.shape[-2]
   # A mesh may leave one row to a device.
-  if rows.size == size or mesh_lib.context_mesh() is not None:
+  if rows.size == size or jax.sharding.get_abstract_mesh().size > 1:
     rows = jnp.concatenate([rows, rows], axis=-2)
   sums = jnp.einsum("...i,oi->...o", rows, ones)[..., :count, 0]
   return sums.reshape(x.shape[:-1])

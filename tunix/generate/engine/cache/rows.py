@@ -166,8 +166,8 @@ def _attend(
     rows = query.reshape(r, q, heads, n // heads, h).transpose(0, 2, 3, 1, 4)
     scores = _of_tiles("rktah,rkthw->rktaw", rows.reshape(r, heads, -1, h), k, dtype)
     scores = scores.swapaxes(2, 3).reshape(r, heads, n // heads, q, width)
-    scale = h**-0.5 if scale is None else scale
-    scores, _ = blockwise.scaled(scores, scale, softcap, is_invariant)
+    factor = h**-0.5 if scale is None else scale
+    scores, _ = blockwise.scaled(scores, factor, softcap, is_invariant)
     scores = jnp.where(seen[:, None, None], scores, attention_paths.NEVER)
 
   def of_values(weights, v):

@@ -16,8 +16,9 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 LayerType = Literal["full", "sliding", "nope", "linear", "none"]
 TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
 
-# Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
-ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn", "invariant")
+# Values of `attention`: "auto" and the names in `attention_paths.PATHS`, except for
+# "invariant", which belongs to `batch_invariant`.
+ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
 
 # Checkpoint name of a layer's input, the only array that the policy "offload" keeps.
 LAYER_INPUT = "layer_input"
