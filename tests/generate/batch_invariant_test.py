@@ -10,6 +10,8 @@ from tests import toys
 from tests.generate import scored
 from tests.generate.toy_ids import Ids
 from tunix.generate import scoring
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler, sampler_of
 from tunix.models.automodel import AutoModel
 from tunix.utils import mesh as mesh_lib
@@ -104,6 +106,16 @@ def test_other_platforms_are_refused(monkeypatch):
   monkeypatch.setattr(mesh_lib, "context_platform", lambda: "gpu")
   with pytest.raises(ValueError, match="batch_invariant is True and the model runs on"):
     model(jnp.zeros((1, 2), jnp.int32))
+
+
+def test_pages_and_shared_prompts_are_refused():
+  model = toys.model(batch_invariant=True)
+  config = EngineConfig(max_tokens=32, attention="gather")
+  with pytest.raises(ValueError, match="expected 'auto' or 'rows'"):
+    Engine(model, Ids(), config)
+  with pytest.raises(ValueError, match="without batch_invariant"):
+    rows = scored.batch(scored.sequences(4, copies=2))
+    scoring.score_completions(model, *rows, group_size=2)
 
 
 @pytest.mark.parametrize(

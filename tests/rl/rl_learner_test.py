@@ -679,12 +679,49 @@ def test_a_batch_invariant_actor_is_not_scored_again(monkeypatch):
   """Its sampler's log-probabilities are those of the policy before the update."""
   actor = clusters.model(batch_invariant=True)
   learner = clusters.grpo({"num_iterations": 2, "epsilon": 0.0}, actor=actor)
-  monkeypatch.setattr(learner.rl_cluster, "get_old_per_token_logps", None)
-  learner.train(clusters.prompts(1))
+  calls = []
+  score = learner.rl_cluster.get_old_per_token_logps
+
+  def counted(*args, **options):
+    calls.append(args)
+    return score(*args, **options)
+
+  monkeypatch.setattr(learner.rl_cluster, "get_old_per_token_logps", counted)
+  learner.train(clusters.prompts(2))
+  assert len(calls) == 1  # the first batch, which is compared
   history = learner.rl_cluster.logger.get_metric_history
   clipped = history("actor", "pg_clipfrac", "train")
-  assert clipped[0] == 0.0 and clipped[1] > 0
+  assert [x > 0 for x in clipped] == [False, True, False, True]
   assert history("actor", "parity/abs_diff", "train")[0] == 0.0
+
+
+def test_a_batch_invariant_actor_whose_bits_differ_is_scored(monkeypatch, caplog):
+  actor = clusters.model(batch_invariant=True)
+  learner = clusters.grpo({"num_iterations": 2}, actor=actor)
+  score, calls = learner.rl_cluster.get_old_per_token_logps, []
+
+  def shifted(*args, **options):
+    calls.append(args)
+    return score(*args, **options) + np.float32(1e-3)
+
+  monkeypatch.setattr(learner.rl_cluster, "get_old_per_token_logps", shifted)
+  learner.train(clusters.prompts(2))
+  assert len(calls) == 2
+  assert "have another log-probability in the sampler" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("actor", "options"),
+  [
+    ({}, {"rollout": {"top_k": 3}}),
+    ({"batch_invariant": False}, {}),
+    ({"batch_invariant": True}, {"rollout": {"weights": "int8"}}),
+  ],
+)
+def test_what_no_sampler_scores_exactly(actor, options):
+  model = clusters.model(**{"batch_invariant": True, **actor})
+  learner = clusters.grpo(actor=model, **options)
+  assert not setup.samples_exactly(learner.rl_cluster)
 
 
 def test_the_first_ratio_is_one_at_any_temperature():

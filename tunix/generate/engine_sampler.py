@@ -51,8 +51,8 @@ def suits(model: nnx.Module, gather_weights: GatherWeights = None) -> bool:
   """
   if not isinstance(model, Transformer):
     return False
-  if model.config.batch_invariant:  # which the padded sampler is not
-    return True
+  if model.config.batch_invariant:  # the padded sampler has other bits
+    return jax.process_count() == 1
   mesh = requests.mesh_of(nnx.state(model))
   shards = requests.limits_of(model, mesh, None).shards
   if shards == 1 or mesh is None:

@@ -395,7 +395,7 @@ def _shared_states(model: nnx.Module, rows: Rows, group_size: int) -> jax.Array:
   if not language_model.shares_prompts:
     raise ValueError(
       f"group_size is {group_size}; expected 1 for {type(model).__name__}. Only our "
-      "decoder runs rows with a shared prompt. Set group_size=1"
+      "decoder without batch_invariant runs rows with a shared prompt. Set group_size=1"
     )
   layout = SharedPrompt(width, group_size)
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]

@@ -110,7 +110,10 @@ class LanguageModel(abc.ABC):
   @property
   def shares_prompts(self) -> bool:
     """True if a prompt can be computed once for a group of completions."""
-    return not self.builds_logits and self.accepts("shared_prompt")
+    # The blocks of keys that a batch-invariant model adds begin with the prompt.
+    is_invariant = config_value(self.model, "batch_invariant", False)
+    takes_layout = not self.builds_logits and self.accepts("shared_prompt")
+    return takes_layout and not is_invariant
 
   @abc.abstractmethod
   def states(self, rows: Sequences) -> Float[Array, "B T _"]:

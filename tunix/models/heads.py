@@ -45,7 +45,8 @@ def with_scores(
   c = out.config
 
   def make() -> Linear:
-    layers = LayerMaker(c.sharding, c.param_dtype, nnx.Rngs(seed))
+    rngs, invariant = nnx.Rngs(seed), c.batch_invariant
+    layers = LayerMaker(c.sharding, c.param_dtype, rngs, invariant=invariant)
     return layers.linear(c.embed_dim, num_scores, "router")
 
   # If the model has shapes instead of arrays, the head gets shapes too, because its

@@ -6,10 +6,12 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models import calling
+from tunix.models.transformer.dense import qwix_seam
+from tunix.models.transformer.dense.layers import Linear
+from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.experts import route_records
 from tunix.perf import programs
 from tunix.rl.algorithm_config import LOSS_ALGOS, AlgorithmConfig
@@ -58,8 +60,6 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   can = (
     config.num_generations > 1
     and config.exact_tile_rows is None
-    # The blocks of keys that a batch-invariant model adds begin with the prompt.
-    and not any(calling.config_value(m, "batch_invariant") for m in models)
     and all(calling.adapt(model).shares_prompts for model in models)
   )
   if config.shared_prompt and not can:
@@ -72,22 +72,30 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
 
 
 def samples_exactly(cluster: RLCluster) -> bool:
-  """Returns True if the sampler's log-probs of tokens are those of the actor.
+  """Returns True if the sampler's log-probs of tokens should be those of the actor.
 
-  On a mesh, those of bfloat16 may differ in the last bit.
+  It is False for meshes, and for layers whose products were not compared.
   """
-  rollout = cluster.cluster_config.rollout(Mode.TRAIN)
-  mesh = mesh_lib.mesh_of(nnx.state(cluster.actor))
-  is_single = calling.config_value(cluster.actor, "dtype") == jnp.float32
+  rollout, actor = cluster.cluster_config.rollout(Mode.TRAIN), cluster.actor
+  mesh = mesh_lib.mesh_of(nnx.state(actor))
   return bool(
-    calling.config_value(cluster.actor, "batch_invariant")
-    and (is_single or mesh is None or mesh.size == 1)
+    calling.config_value(actor, "batch_invariant")
+    and (mesh is None or mesh.size == 1)
     and getattr(cluster.rollout, "sampler", None) == "engine"
-    and cluster.rollout.model() is cluster.actor
+    and cluster.rollout.model() is actor
     and not cluster.cluster_config.training_config.staleness
     and not rollout.filters
     and rollout.weights is None
+    and getattr(actor, "token_rows", None) is None
+    and not any(_is_uncompared(node) for _, node in nnx.iter_graph(actor))
   )
+
+
+def _is_uncompared(node: object) -> bool:
+  if not isinstance(node, Linear):
+    return False
+  is_other = isinstance(node.kernel, QuantizedKernel) or qwix_seam.is_wrapped(node)
+  return is_other or node.lora_magnitude is not None
 
 
 def buckets_lengths(cluster: RLCluster, config: AlgorithmConfig) -> bool:

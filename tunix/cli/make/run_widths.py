@@ -53,6 +53,7 @@ def choose(
     row_unit = mesh_axes.data_shards(config.mesh)
     shared_prompt = getattr(getattr(config, "preference", None), "shared_prompt", False)
     once = shared_prompt is None and jax.default_backend() == "cpu"
+    once = once and not config.model.batch_invariant  # which computes each prompt again
     return widths.share(layout, report, rows, batches, shards, row_unit, once)
   return widths.choose(layout, report, rows * batches, shards)
 

@@ -91,7 +91,8 @@ def for_decoding(
       only; other models are unchanged. False leaves all weights unchanged. None takes
       the first of True and "split" whose resharded weights take at most a quarter of a
       device's memory, and else leaves them unchanged. The memory of a CPU is unknown,
-      so None leaves the weights unchanged there.
+      so None leaves the weights unchanged there. For a batch-invariant model None is
+      True.
 
   Returns:
     The layout; None if nothing changes.

@@ -94,6 +94,12 @@ class Engine:
       )
     self.tokenizer = adapted(tokenizer)
     self.config = EngineConfig() if config is None else config
+    if model.config.batch_invariant and self.config.attention not in ("auto", "rows"):
+      raise ValueError(
+        f"EngineConfig.attention is {self.config.attention!r} and the model is "
+        "batch_invariant; expected 'auto' or 'rows'. Change attention, or set "
+        "batch_invariant to False"
+      )
     self.version = 0
     self._model = model
     sizes = slot_state.scheduler_config(self.config, model)

@@ -153,7 +153,7 @@ class TransformerConfig:
       "block" each layer from its input, and "dots" all results of a layer except its
       matrix products. "offload" is "block" with the inputs kept in the host's memory.
     attention: implementation of attention: "auto", or a name in
-      `attention_paths.PATHS`, which refuses unsupported calls.
+      `attention_paths.PATHS` but "invariant". It refuses unsupported calls.
     batch_invariant: if True, the bits of a token's results do not depend on the other
       rows of a batch, on a CPU. A token that the engine draws then has the
       log-probability that a trainer computes, see docs/guides/scoring.md. Only for

@@ -185,7 +185,7 @@ def splits_vocabulary(layout: Layout, tokens: int, dim: int, vocab: int) -> bool
     dim: size D of the hidden states.
     vocab: size V of the vocabulary.
   """
-  if layout.mesh is None or not scatter_axes(layout, dim):
+  if layout.mesh is None or layout.invariant or not scatter_axes(layout, dim):
     return False
   shards = layout.shards
   if isinstance(layout.vocab_axis, str):

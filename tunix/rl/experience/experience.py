@@ -101,7 +101,7 @@ class Experience:
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
     self._bucketed = setup.buckets_lengths(cluster, config)
-    self._samples_exactly = setup.samples_exactly(cluster)
+    self._samples_exactly: bool | None = None  # not known before the first batch
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
     self._one_at_a_time = threading.Lock()
 
@@ -439,9 +439,31 @@ class Experience:
 
   def old_logps(self, rows: Rollouts) -> np.ndarray:
     """Returns the policy's log-probabilities of completions, float32 [B, R]."""
+    drawn = np.where(rows.completion_mask, rows.rollout_logps, np.float32(0))
     if self._samples_exactly and rows.images is None:
-      return np.where(rows.completion_mask, rows.rollout_logps, np.float32(0))
-    return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
+      return drawn
+    scored = self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
+    if self._samples_exactly is None and rows.images is None:
+      self._samples_exactly = self._agrees(drawn, scored, rows.completion_mask)
+    return scored
+
+  def _agrees(self, drawn: np.ndarray, scored: np.ndarray, mask: np.ndarray) -> bool:
+    """Returns True if the sampler's log-probs stand for those of the policy.
+
+    The bits of a batch-invariant model depend on the machine, so they are compared in
+    the first batch after each start.
+    """
+    if not setup.samples_exactly(self._cluster):
+      return False
+    differing = int(np.sum((drawn != scored) & mask))
+    if differing:
+      _log.warning(
+        "the model is batch_invariant, and %d of %d tokens of the first batch have "
+        "another log-probability in the sampler than in the trainer; expected none. "
+        "The log-probabilities before an update are computed, as without the setting",
+        *(differing, int(mask.sum())),
+      )
+    return not differing
 
   def _shares(self, rollouts: Rollouts) -> bool:
     return self.shared_prompts and rollouts.shares_prompts

@@ -57,7 +57,7 @@ class RolloutConfig(SamplingParams):
       "split": reshard them once per batch so that the devices share the products of a
       step, and activations move instead of weights. False: leave them unchanged. None:
       the first of True and "split" whose weights take at most a quarter of a device's
-      memory, else False; always False on CPUs.
+      memory, else False. On CPUs: False, and True for batch-invariant models.
     slots: number of completions that our engine samples at the same time; None: all of
       a batch, at most 64 on a CPU and 512 elsewhere. The padded sampler takes all.
     replay_routes: for a mixture of experts: record the experts of each token while it

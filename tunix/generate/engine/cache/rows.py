@@ -181,7 +181,8 @@ def _attend(
     out = _by_blocks(scores, v, of_values, by_group)
   else:
     by_group = None if sinks is None else sinks.reshape(heads, -1, 1)
-    weights = sink_ops.softmax(scores, by_group)
+    with jax.named_scope("scores"):
+      weights = sink_ops.softmax(scores, by_group)
     with jax.named_scope("values"):
       out = of_values(weights, v)
   return out.transpose(0, 3, 1, 2, 4).reshape(r, q, n, h).astype(query.dtype)

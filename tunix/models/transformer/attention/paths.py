@@ -217,11 +217,16 @@ def choose(call: Call, implementation: str = "auto") -> str:
   if implementation not in PATHS:
     raise ValueError(
       f"attention implementation {implementation!r} is unknown: use 'auto' or one of "
-      f"{sorted(PATHS)}"
+      f"{sorted(_NAMED)}"
     )
   refusals = PATHS[implementation].refusals(call)
+  if refusals and implementation == "invariant":
+    raise ValueError(
+      f"a batch-invariant model cannot do {'; '.join(refusals)}: leave it out, or set "
+      "batch_invariant to False"
+    )
   if refusals:
-    able = [name for name, path in PATHS.items() if not path.refusals(call)]
+    able = [name for name in _NAMED if not PATHS[name].refusals(call)]
     raise ValueError(
       f"attention implementation {implementation!r} cannot do {'; '.join(refusals)}: "
       f"use 'auto' or one of {able}"
@@ -334,6 +339,10 @@ PATHS = {
     head_most=128,  # some chips support 256
   ),
 }
+
+
+# "invariant" is chosen by `TransformerConfig.batch_invariant`, not by name.
+_NAMED = [name for name in PATHS if name != "invariant"]
 
 
 def _from_array(mask: jax.Array, window: int | None) -> Visibility:

@@ -142,9 +142,10 @@ def _check_invariant(config: TransformerConfig) -> None:
   if not config.batch_invariant:
     return
   want = {"attention": "auto", "moe": None, "mla": None, "mixer": None}
+  want |= {"layer_input_dim": None, "layer_scalars": False}
   for name, value in named_values(config, want).items():
     if value != want[name]:
       raise ValueError(
-        f"{name} is {value!r} with batch_invariant; expected {want[name]!r}. Set "
-        "batch_invariant to False"
+        f"{name} is {value!r} with batch_invariant; expected {want[name]!r}. Change "
+        f"{name}, or set batch_invariant to False"
       )

@@ -128,7 +128,9 @@ def invariant_product(
   is_alone = mesh is None
   # A mesh may split the leading axes, which are therefore not joined with the tokens'.
   rows = x.reshape(-1, size) if is_alone or tokens == 1 else x
-  least = MANY * mesh.size if mesh else MANY if x.dtype == jnp.float32 else 2
+  least = MANY if x.dtype == jnp.float32 else 2
+  if mesh is not None:
+    least = MANY * mesh.size
   short = max(0, least - rows.shape[-2])
   rows = jnp.pad(rows, ((0, 0),) * (rows.ndim - 2) + ((0, short), (0, 0)))
   kernel = jnp.pad(kernel, ((0, 0), (0, max(0, LANES - outs))))

@@ -126,9 +126,9 @@ class Linear(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., out]."""
-    einsum = self._einsum()
-    if self.invariant:
+    if self.invariant and not qwix_seam.is_wrapped(self):
       return self._apply(x, cpu_products.invariant_product, lambda v: v)
+    einsum = self._einsum()
     return self._apply(x, lambda x, w: einsum("...i,io->...o", x, w), lambda v: v)
 
   def _einsum(self) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
