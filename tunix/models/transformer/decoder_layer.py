@@ -29,7 +29,7 @@ from tunix.models.transformer.recurrences.delta_net import GatedDeltaNet
 from tunix.models.transformer.recurrences.mamba2 import Mamba2
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 
 
 class DecoderLayer(nnx.Module):

@@ -31,8 +31,8 @@ from tunix.models.transformer.shards import explicit, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.token_rows import TokenRows
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops.invariant import LANES, kept
 from tunix.ops.masks import positions_from_segments
+from tunix.ops.vocabulary.invariant import LANES, kept
 from tunix.ops.vocabulary.softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 
 # Bytes of one float32 [chunk, V] block of logits, 256 MiB: 448 tokens with a vocabulary
 # of 150,000. One or two blocks exist at a time. Smaller blocks make the matrix products

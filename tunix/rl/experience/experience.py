@@ -439,15 +439,14 @@ class Experience:
 
   def old_logps(self, rows: Rollouts) -> np.ndarray:
     """Returns the policy's log-probabilities of completions, float32 [B, R]."""
-    drawn = np.where(rows.completion_mask, rows.rollout_logps, np.float32(0))
     if self._samples_exactly and rows.images is None:
-      return drawn
+      return np.where(rows.completion_mask, rows.rollout_logps, np.float32(0))
     scored = self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
     if self._samples_exactly is None and rows.images is None:
-      self._samples_exactly = self._agrees(drawn, scored, rows.completion_mask)
+      self._samples_exactly = self._agrees(rows, scored)
     return scored
 
-  def _agrees(self, drawn: np.ndarray, scored: np.ndarray, mask: np.ndarray) -> bool:
+  def _agrees(self, rows: Rollouts, scored: np.ndarray) -> bool:
     """Returns True if the sampler's log-probs stand for those of the policy.
 
     The bits of a batch-invariant model depend on the machine, so they are compared in
@@ -455,7 +454,8 @@ class Experience:
     """
     if not setup.samples_exactly(self._cluster):
       return False
-    differing = int(np.sum((drawn != scored) & mask))
+    mask = rows.completion_mask
+    differing = int(np.sum((rows.rollout_logps != scored) & mask))
     if differing:
       _log.warning(
         "the model is batch_invariant, and %d of %d tokens of the first batch have "

@@ -28,7 +28,8 @@ from jaxtyping import Array, Float, Int
 from tunix.models.transformer.attention import blockwise, paths as attention_paths
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops import invariant, sinks as sink_ops
+from tunix.ops import sinks as sink_ops
+from tunix.ops.vocabulary import invariant
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any

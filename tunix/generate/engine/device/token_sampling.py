@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate.drawing import filters, sampling
 from tunix.models.transformer.experts.route_records import RouteForm
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any  # a traced array inside a program, a host array where it is called

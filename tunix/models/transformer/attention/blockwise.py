@@ -28,7 +28,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 from tunix.models.transformer.visibility import Tokens, Visibility, is_visible, reach
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 from tunix.perf import flops, hlo_flops
 
 # Score of a hidden key, and initial value of the running maximum. The initial value is
@@ -52,8 +52,8 @@ class _Options:
   softcap: float | None
   window: int | None
   sizes: tuple[int, int]  # queries and keys of a block
-  is_invariant: bool  # see `attend`
   passes: float | None  # key blocks of a query block on average; None: not known
+  is_invariant: bool = False  # see `attend`
 
   def operands(self, *arrays: jax.Array) -> list[jax.Array]:
     """Returns the arrays as they are multiplied.
@@ -114,7 +114,7 @@ def attend(
     # XLA multiplies a single row, and numbers of keys with a rest, in another order.
     sizes = max(2, sizes[0]), sizes[1] + -sizes[1] % 32
   passes = None if visible.mask is not None else _mean_passes(s, window, sizes[1])
-  options = _Options(scale, softcap, window, sizes, is_invariant, passes)
+  options = _Options(scale, softcap, window, sizes, passes, is_invariant)
   index = _cut_visibility(visible, options, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
   # The N query heads become K groups of G = N / K, one group per key head:

@@ -18,7 +18,7 @@ from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.dense.layers import Linear, RMSNorm, unit_rms
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 
 # Keys and values, or the cache of one layer: buffers, or an object with `attend` (see
 # `cache.LayerCache`).

@@ -30,7 +30,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tunix.ops.invariant import LANES, MANY, rounded
+from tunix.ops.vocabulary.invariant import LANES, MANY, rounded
 from tunix.utils import mesh as mesh_lib
 
 # With more rows, `few_rows` is not faster than the product with the matrix [in, out].

@@ -20,7 +20,7 @@ from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
 from tunix.models.transformer.dense.cpu_products import TransposedKernel
 from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.token_rows import TokenRows
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02

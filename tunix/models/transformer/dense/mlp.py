@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models.transformer.dense.layers import Linear, recomputed
-from tunix.ops import invariant
+from tunix.ops.vocabulary import invariant
 
 Activation = Callable[[jax.Array], jax.Array]
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
