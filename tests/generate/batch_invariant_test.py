@@ -70,12 +70,14 @@ def differing(model, sampler, longest, temperature=0.7, rows=slice(None)) -> int
   return sum(int(np.sum(x != y[: len(x)])) for x, y in zip(have, logps))
 
 
+@scored.has_compared_bits
 @pytest.mark.parametrize("name", KINDS)
 def test_the_engine_scores_as_the_trainer(name):
   model = toys.model(**{**SIZES, **KINDS[name]}, batch_invariant=True)
   assert differing(model, EngineSampler(model, Ids(), slots=3), 40) == 0
 
 
+@scored.has_compared_bits
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
   model = toys.model(
@@ -86,6 +88,7 @@ def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
   assert differing(model, sampler, 290, temperature=1.0, rows=slice(3, 4)) == 0
 
 
+@scored.has_compared_bits
 def test_a_mesh_changes_no_bit():
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   config = toys.config(**SIZES, num_layers=1, batch_invariant=True)

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from tests import toys
+from tests.generate import scored
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.cli import config as config_lib
@@ -674,6 +675,7 @@ def test_exact_scoring_makes_the_first_ratio_one():
   assert history[0] == 0.0 and history[1] > 0
 
 
+@scored.has_compared_bits
 @pytest.mark.shipped
 def test_a_batch_invariant_actor_is_not_scored_again(monkeypatch):
   """Its sampler's log-probabilities are those of the policy before the update."""

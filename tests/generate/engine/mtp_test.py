@@ -211,7 +211,7 @@ def test_no_token_changes(name, source, root):
       for one, other in zip(rows, others, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         if one.logprobs is not None:
-          np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+          np.testing.assert_allclose(one.logprobs, other.logprobs, atol=5e-5)
     engine.audit()
   stats = engine.stats()
   assert 0 < stats.accepted_tokens < stats.draft_tokens and stats.preemptions
