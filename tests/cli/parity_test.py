@@ -25,6 +25,15 @@ def test_the_exit_code_is_the_gate(folder, capsys):
   assert capsys.readouterr().out.endswith("FAILED\n")
 
 
+def test_batch_invariant_models_allow_no_difference(folder, capsys):
+  """Programs of the suite are compiled without the rules that make bits equal."""
+  words = ["parity", folder, "--prompts=1", "--tokens=2", "--batch_invariant"]
+  runs.tunix(*words)
+  assert "beyond 0:" in capsys.readouterr().out
+  assert runs.tunix(*words, "--threshold=1e-4") == 0
+  assert "beyond 0.0001: 0.00%" in capsys.readouterr().out
+
+
 def test_text_prompts_and_other_dtypes(folder, capsys):
   words = ["parity", folder, "--prompt", "how many", "seven", "--tokens=4"]
   assert runs.tunix(*words, "--dtype=bfloat16") == 0

@@ -116,6 +116,8 @@ def test_pages_and_shared_prompts_are_refused():
   config = EngineConfig(max_tokens=32, attention="gather")
   with pytest.raises(ValueError, match="expected 'auto' or 'rows'"):
     Engine(model, Ids(), config)
+  with pytest.raises(ValueError, match="gather_weights is 'split' and the model is b"):
+    Engine(model, Ids(), EngineConfig(max_tokens=32), gather_weights="split")
   with pytest.raises(ValueError, match="without batch_invariant"):
     rows = scored.batch(scored.sequences(4, copies=2))
     scoring.score_completions(model, *rows, group_size=2)

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from tunix.generate import scoring
+from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import Sampler
 from tunix.models.images.prompt_images import PromptImages, stacked
 from tunix.ops.reductions import safe_divide
@@ -102,7 +103,7 @@ class Parity:
 
 
 def measure(
-  sampler: Sampler,
+  sampler: Sampler | EngineSampler,
   prompts: Sequence[Any],
   *,
   tokens: int,

@@ -136,7 +136,11 @@ def score_completions(
   def scores(model: nnx.Module, states: jax.Array, targets: jax.Array) -> TokenScores:
     with jax.named_scope("unembed"):
       return calling.adapt(model).token_logps(
-        states, targets, temperature=temperature, entropy=entropy
+        states,
+        targets,
+        temperature=temperature,
+        entropy=entropy,
+        exact=tile_rows is not None,
       )
 
   def one(model: nnx.Module, rows: Rows) -> Scores | HeadScores:

@@ -159,8 +159,17 @@ class LanguageModel(abc.ABC):
     temperature: float = 1.0,
     entropy: bool = False,
     needed: Bool[Array, "*B"] | None = None,
+    exact: bool = False,
   ) -> TokenScores:
-    """Returns log-probabilities of the targets in nats, see `ops.logprobs`."""
+    """Returns log-probabilities of the targets in nats, see `ops.logprobs`.
+
+    Args:
+      states: the model's states of each token.
+      targets: the token to score at each position.
+      temperature, entropy, needed: see `ops.logprobs.token_logps`.
+      exact: if True, the sums over the vocabulary have one order in all programs, see
+        `Layout.invariant`. Models that return only logits ignore it.
+    """
 
   @abc.abstractmethod
   def logps_at(
@@ -241,8 +250,9 @@ class _FromHidden(LanguageModel):
   def output(self, states):
     return Unembedded(states, *self.model.unembedding())
 
-  def token_logps(self, states, targets, **options):
+  def token_logps(self, states, targets, *, exact=False, **options):
     table, layout = self.model.unembedding()
+    layout = layout._replace(invariant=exact or layout.invariant)
     return logprobs.token_logps(states, table, targets, layout, **options)
 
   def logps_at(self, states, ids, **options):
@@ -274,7 +284,8 @@ class _FromLogits(LanguageModel):
   def output(self, states):
     return states
 
-  def token_logps(self, states, targets, *, needed=None, **options):
+  def token_logps(self, states, targets, *, needed=None, exact=False, **options):
+    del exact
     out = logprobs.logits_logps(states, targets, **options)
     if needed is None:
       return out

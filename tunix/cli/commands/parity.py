@@ -14,6 +14,7 @@ from tunix.cli.commands.parts import pictures
 from tunix.cli.commands.parts.arguments import Parser
 from tunix.cli.make import model_folders
 from tunix.generate import parity
+from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import checks, terminal
@@ -53,8 +54,13 @@ def main(argv: Sequence[str]) -> int:
   model_folders.check("MODEL", args.model)
   if args.image and not args.prompt:
     raise ValueError("--image is given without --prompt; add the text of the question")
-  images = True if args.image else None
-  model = model_folders.load_model(args.model, args.adapter, args.dtype, images=images)
+  model = model_folders.load_model(
+    args.model,
+    args.adapter,
+    args.dtype,
+    images=True if args.image else None,
+    batch_invariant=args.batch_invariant or None,
+  )
   options = {}
   if args.prompt:
     prompts, tokenizer = args.prompt, TokenizerAdapter.from_pretrained(args.model)
@@ -66,12 +72,15 @@ def main(argv: Sequence[str]) -> int:
     prompts = _random_prompts(args.prompts, model.config.vocab_size, args.seed)
     tokenizer = TokenizerAdapter(_NoText())
   dtype = np.dtype(model.config.dtype).name
+  sampler, threshold = Sampler(model, tokenizer), THRESHOLDS[dtype]
+  if args.batch_invariant:  # the engine has the bits of scoring
+    sampler, threshold = EngineSampler(model, tokenizer), 0.0
   report = parity.measure(
-    Sampler(model, tokenizer),
+    sampler,
     prompts,
     tokens=args.tokens,
     seed=args.seed,
-    threshold=THRESHOLDS[dtype] if args.threshold is None else args.threshold,
+    threshold=threshold if args.threshold is None else args.threshold,
     **options,
   )
   print(f"{terminal.counted(len(prompts), 'prompt')}, computed in {dtype}")
@@ -113,6 +122,12 @@ def parser() -> Parser:
     type=float,
     metavar="NATS",
     help="largest difference of a token; default: "
-    + ", ".join(f"{value:g} in {name}" for name, value in THRESHOLDS.items()),
+    + ", ".join(f"{value:g} in {name}" for name, value in THRESHOLDS.items())
+    + "; 0 with --batch_invariant",
+  )
+  add(
+    "--batch_invariant",
+    action="store_true",
+    help="compares the engine and scoring of a batch-invariant model, to the bit",
   )
   return made

@@ -109,11 +109,12 @@ def load_model(
   dtype: str | None = None,
   images: bool | None = None,
   quantize: str | None = None,
+  batch_invariant: bool | None = None,
 ) -> Transformer:
   """Loads the model of a Hugging Face folder, with a PEFT adapter if one is given.
 
   Args:
-    folder, dtype, images, quantize: see `AutoModel.from_pretrained`.
+    folder, dtype, images, quantize, batch_invariant: see `AutoModel.from_pretrained`.
     adapter: folder of the adapter.
 
   Raises:
@@ -121,7 +122,11 @@ def load_model(
     ValueError: the adapter does not fit the model.
   """
   model = AutoModel.from_pretrained(
-    folder, dtype=dtype, images=images, quantize=quantize
+    folder,
+    dtype=dtype,
+    images=images,
+    quantize=quantize,
+    batch_invariant=batch_invariant,
   )
   return model if adapter is None else lora.load_adapter(model, adapter)
 
