@@ -92,17 +92,14 @@ def for_decoding(
       the first of True and "split" whose resharded weights take at most a quarter of a
       device's memory, and else leaves them unchanged. The memory of a CPU is unknown,
       so None leaves the weights unchanged there. For a batch-invariant model None is
-      True, and nothing else is possible.
+      True.
 
   Returns:
     The layout; None if nothing changes.
-
-  Raises:
-    ValueError: `gather` is False or "split" for a batch-invariant model.
   """
   rules = decoders.sharding_rules(model)
-  if calling.config_value(model, "batch_invariant"):
-    gather = _for_invariant(gather)
+  if gather is None and calling.config_value(model, "batch_invariant"):
+    gather = True  # sums of parts on several devices have other bits
   if rules is None or gather is False:
     return None
   leaves = jax.tree.leaves(state)
@@ -114,16 +111,6 @@ def for_decoding(
   chosen = {True: whole, "split": split, None: next(light, None)}[gather]
   _log.info("weights during decoding: %s", words(chosen))
   return chosen
-
-
-def _for_invariant(gather: GatherWeights) -> GatherWeights:
-  """Returns True: sums of parts on several devices have other bits."""
-  if gather in (None, True):
-    return True
-  raise ValueError(
-    f"gather_weights is {gather!r} and the model is batch_invariant; expected true, or "
-    "nothing: leave it out, or set batch_invariant to False"
-  )
 
 
 def words(layout: Layout | None) -> str:
