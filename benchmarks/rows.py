@@ -1,13 +1,14 @@
-"""Kernels that XLA chooses for a product, by the number of its rows.
+"""Shows which kernels XLA chooses for an operation with 1 to 16,384 rows.
 
   python -m benchmarks.rows h100:1
   python -m benchmarks.rows v5e:2x2
 
-compiles x [rows, 1024] times w [1024, 3072] in bfloat16, the norm of rows, and the
-logsumexp of rows of 151,936 logits, for chips that are not there. A line shows what
-decides about the order of a row's sums: the parts of the contraction, the sizes of the
-tiles, and on TPUs the windows. Rows have equal bits with every number of rows only if
-all lines of an operation are equal. It needs the extra `plan-gpu`, or libtpu.
+compiles three operations for a chip that this machine does not have: x [rows, 1024]
+times w [1024, 3072] in bfloat16, the norm of rows, and the logsumexp of rows of 151,936
+logits. A line shows what sets the order of a row's sum: the shapes of partial sums, the
+sizes of tiles, and on TPUs the windows. The bits of a row do not depend on the number
+of rows only if, apart from this number, all lines of an operation are equal. It needs
+the extra `plan-gpu`, or libtpu.
 """
 
 import argparse

@@ -88,15 +88,31 @@ def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
   assert differing(model, sampler, 290, temperature=1.0, rows=slice(3, 4)) == 0
 
 
-@scored.has_compared_bits
-def test_a_mesh_changes_no_bit():
+@pytest.fixture
+def on_mesh():
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   config = toys.config(**SIZES, num_layers=1, batch_invariant=True)
   model = AutoModel.from_config(config, mesh)
-  sampler = sampler_of(model, Ids())
-  assert isinstance(sampler, EngineSampler)
   with mesh_lib.use_mesh(mesh):
-    assert differing(model, sampler, 40) == 0
+    yield model
+
+
+@scored.has_compared_bits
+def test_a_mesh_changes_no_bit(on_mesh):
+  sampler = sampler_of(on_mesh, Ids())
+  assert isinstance(sampler, EngineSampler)
+  assert differing(on_mesh, sampler, 40) == 0
+
+
+@pytest.mark.parametrize("gather", [False, "split"])
+def test_a_mesh_needs_whole_weights(gather, on_mesh):
+  for make in (Engine, EngineSampler):
+    with pytest.raises(ValueError, match=f"gather_weights is {gather!r} and the mod"):
+      make(on_mesh, Ids(), gather_weights=gather)
+
+
+def test_one_device_takes_every_layout():
+  EngineSampler(toys.model(batch_invariant=True), Ids(), gather_weights=False)
 
 
 def test_other_models_differ():
@@ -116,8 +132,6 @@ def test_pages_and_shared_prompts_are_refused():
   config = EngineConfig(max_tokens=32, attention="gather")
   with pytest.raises(ValueError, match="expected 'auto' or 'rows'"):
     Engine(model, Ids(), config)
-  with pytest.raises(ValueError, match="gather_weights is 'split' and the model is b"):
-    Engine(model, Ids(), EngineConfig(max_tokens=32), gather_weights="split")
   with pytest.raises(ValueError, match="without batch_invariant"):
     rows = scored.batch(scored.sequences(4, copies=2))
     scoring.score_completions(model, *rows, group_size=2)

@@ -49,10 +49,12 @@ def test_ids_of_padding_change_no_bit(model, want):
   same(logps(model, PAIRS, lambda pairs: scored.batch(pairs, fill=9)), want)
 
 
-def test_a_gradient_changes_no_bit_and_the_ratio_is_one(model):
-  """The gradient is that of the entropies, too, which `want` is without."""
-  want = logps(model, PAIRS, tile_rows=1)
-  out, _ = scored.policy_gradient(model, scored.batch(PAIRS), want, tile_rows=1)
+@pytest.mark.parametrize("tile_rows", [1, 4])
+def test_a_gradient_changes_no_bit_and_the_ratio_is_one(model, tile_rows):
+  """The gradient includes entropies, and `want` was computed without them."""
+  want = logps(model, PAIRS, tile_rows=tile_rows)
+  rows = scored.batch(PAIRS)
+  out, _ = scored.policy_gradient(model, rows, want, tile_rows=tile_rows)
   same(np.asarray(out.logps), want)
   assert np.all(np.exp(np.asarray(out.logps) - want) == 1.0)
 

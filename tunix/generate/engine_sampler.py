@@ -132,6 +132,7 @@ class EngineSampler(BaseSampler):
     record_head: int = 0,
   ):
     super().__init__(tokenizer)
+    layout.check_model(transformer, gather_weights)
     # It checks the arguments, too.
     self._padded = Sampler(transformer, self.tokenizer, cache_config, gather_weights)
     self.transformer = transformer

@@ -30,6 +30,7 @@ from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.ops.vocabulary import logprobs
 from tunix.ops.vocabulary.logprobs import TokenScores
 from tunix.ops.vocabulary.softmax import Layout, chunk_logits
+from tunix.utils import mesh as mesh_lib
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -167,8 +168,9 @@ class LanguageModel(abc.ABC):
       states: the model's states of each token.
       targets: the token to score at each position.
       temperature, entropy, needed: see `ops.logprobs.token_logps`.
-      exact: if True, the sums over the vocabulary have one order in all programs, see
-        `Layout.invariant`. Models that return only logits ignore it.
+      exact: if True, sums over the vocabulary add in the same order in every program
+        (`Layout.invariant`), on one CPU. Elsewhere, and for models that return only
+        logits, it has no effect.
     """
 
   @abc.abstractmethod
@@ -252,7 +254,9 @@ class _FromHidden(LanguageModel):
 
   def token_logps(self, states, targets, *, exact=False, **options):
     table, layout = self.model.unembedding()
-    layout = layout._replace(invariant=exact or layout.invariant)
+    # The sums are matrix products, which other platforms may compute in 16 bits.
+    if exact and layout.mesh is None and mesh_lib.context_platform() == "cpu":
+      layout = layout._replace(invariant=True)
     return logprobs.token_logps(states, table, targets, layout, **options)
 
   def logps_at(self, states, ids, **options):

@@ -78,6 +78,23 @@ def check(gather: GatherWeights) -> None:
     )
 
 
+def check_model(model: nnx.Module, gather: GatherWeights) -> None:
+  """Refuses a layout with which a batch-invariant model's tokens get other bits.
+
+  Raises:
+    ValueError: `gather` is False or "split", the model is batch-invariant, and its mesh
+      has several devices.
+  """
+  if gather in (None, True) or not calling.config_value(model, "batch_invariant"):
+    return
+  mesh = mesh_lib.mesh_of(nnx.state(model))
+  if mesh is not None and mesh.size > 1:
+    raise ValueError(
+      f"gather_weights is {gather!r} and the model is batch_invariant; expected true "
+      "or null on a mesh. Change gather_weights, or set batch_invariant to False"
+    )
+
+
 def for_decoding(
   model: nnx.Module, state: nnx.State, gather: GatherWeights
 ) -> Layout | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from flax import nnx
 
-from tunix.generate.decoders import images as images_lib
+from tunix.generate.decoders import images as images_lib, layout
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
 from tunix.generate.engine.cache import slot_state
@@ -94,8 +94,13 @@ class Engine:
       )
     self.tokenizer = adapted(tokenizer)
     self.config = EngineConfig() if config is None else config
-    if model.config.batch_invariant:
-      _check_invariant(self.config, gather_weights)
+    if model.config.batch_invariant and self.config.attention not in ("auto", "rows"):
+      raise ValueError(
+        f"EngineConfig.attention is {self.config.attention!r} and the model is "
+        "batch_invariant; expected 'auto' or 'rows'. Change attention, or set "
+        "batch_invariant to False"
+      )
+    layout.check_model(model, gather_weights)
     self.version = 0
     self._model = model
     sizes = slot_state.scheduler_config(self.config, model)
@@ -454,16 +459,3 @@ class Engine:
   def _die(self, error: BaseException) -> None:
     self._requests.fail(error)
     self._device.release()
-
-
-def _check_invariant(config: EngineConfig, gather_weights: GatherWeights) -> None:
-  """Refuses settings that give the tokens of a batch-invariant model other bits."""
-  for name, value, want in (
-    ("EngineConfig.attention", config.attention, ("auto", "rows")),
-    ("gather_weights", gather_weights, (None, True)),
-  ):
-    if value not in want:
-      raise ValueError(
-        f"{name} is {value!r} and the model is batch_invariant; expected "
-        f"{want[0]!r} or {want[1]!r}. Change it, or set batch_invariant to False"
-      )
