@@ -88,10 +88,13 @@ def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
   assert differing(model, sampler, 290, temperature=1.0, rows=slice(3, 4)) == 0
 
 
-@pytest.fixture
-def on_mesh():
+TIED = {"tie_embeddings": True, "dtype": jnp.bfloat16}
+
+
+@pytest.fixture(params=[{}, TIED], ids=["float32", "bfloat16_tied"])
+def on_mesh(request):
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-  config = toys.config(**SIZES, num_layers=1, batch_invariant=True)
+  config = toys.config(**SIZES, num_layers=1, **request.param, batch_invariant=True)
   model = AutoModel.from_config(config, mesh)
   with mesh_lib.use_mesh(mesh):
     yield model

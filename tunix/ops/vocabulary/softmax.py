@@ -189,6 +189,8 @@ def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.A
   """Returns the soft-capped logits of hidden [C, D], float32 [C, V]."""
   to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
   count = hidden.shape[0]
+  if layout.invariant and layout.mesh is not None and layout.transposed:
+    unembed, to_logits = unembed.T, "cd,dv->cv"  # as the engine multiplies on a mesh
   if layout.invariant:
     hidden = jnp.pad(hidden, ((0, max(0, invariant.MANY - count)), (0, 0)))
   logits = dot(to_logits, hidden, unembed)[:count]
