@@ -115,7 +115,8 @@ def test_a_mesh_needs_whole_weights(gather, on_mesh):
 
 
 def test_one_device_takes_every_layout():
-  EngineSampler(toys.model(batch_invariant=True), Ids(), gather_weights=False)
+  model = toys.model(batch_invariant=True)
+  assert EngineSampler(model, Ids(), gather_weights=False).gather_weights is False
 
 
 def test_other_models_differ():
