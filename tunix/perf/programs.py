@@ -121,6 +121,19 @@ def intercepted(interceptor: _Interceptor) -> Iterator[None]:
     _interceptor.reset(token)
 
 
+@contextlib.contextmanager
+def observed(observer: _Interceptor) -> Iterator[None]:
+  """Calls `observer(name, jitted, args)` before each program inside the block."""
+  outer = _interceptor.get()
+
+  def both(name: str, jitted: Any, args: tuple[Any, ...]) -> Any:
+    observer(name, jitted, args)
+    return jitted(*args) if outer is None else outer(name, jitted, args)
+
+  with intercepted(both):
+    yield
+
+
 def call(name: str, jitted: Callable[..., Any], *args: object) -> Any:
   """Returns `jitted(*args)`; inside `recording` the shapes of that result."""
   records, interceptor = _records.get(), _interceptor.get()

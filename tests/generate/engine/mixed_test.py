@@ -356,9 +356,9 @@ def test_a_listener_may_leave_while_a_delta_arrives():
 
 def test_a_warm_up_begins_in_the_narrow_rows_of_the_first_requests():
   parts = batch.warm_up_parts(EngineConfig(), VOCAB, ("none", "lookup"), False)
-  assert [source for source, _ in parts] == ["none", "lookup"] * 2
+  assert [source for source, _ in parts] == ["none", "lookup"]
   sizes = [[len(request.prompt) for request in requests] for _, requests in parts]
-  assert sizes[:2] == [[1]] * 2 and sizes[2] == sizes[3] == [1, max(sizes[2])]
+  assert sizes == [[1]] * 2
 
 
 def test_constrained_requests_compile_nothing_after_a_warm_up():

@@ -24,7 +24,7 @@ from flax import nnx
 from tunix.generate.decoders import images as images_lib, layout
 from tunix.generate.decoders.layout import GatherWeights
 from tunix.generate.engine import adapter_sources
-from tunix.generate.engine.cache import slot_state
+from tunix.generate.engine.cache import row_keeper, slot_state
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.mtp import MTPLayer
 from tunix.generate.engine.request import EngineDead, EngineRequest, Ticket
@@ -215,21 +215,22 @@ class Engine:
     the size that the call needs.
     """
     if programs.is_recording():
+      widths = row_keeper.widths(self.config)
       sequences = self._launch_without_work(
-        requests, is_whole=programs.records_all_sizes()
+        requests, widths if programs.records_all_sizes() else None
       )
       self.close()
       return list(map(recorded.completions, sequences))
     return batch.run(self, requests)
 
   def _launch_without_work(
-    self, requests: Seq[EngineRequest], *, is_whole: bool
+    self, requests: Seq[EngineRequest], widths: Seq[int] | None
   ) -> list[Sequence]:
     """Calls the programs of requests (run/recorded.py); returns their completions."""
     tickets = [Ticket("a plan", request) for request in requests]
     sequences = [next(iter(self._sequences(x, 0, False))) for x in tickets]
     recorded.launch(
-      *(self._device, self.config, sequences, self._drafts.sources), is_whole=is_whole
+      *(self._device, self.config, sequences, self._drafts.sources), widths
     )
     return sequences
 
@@ -309,19 +310,22 @@ class Engine:
     """Compiles the programs of plain requests, greedy and sampled, with log-probs.
 
     These are the programs without drafts and those of each source of drafts. Other
-    programs compile at their first use: filters, biases, lists of likely tokens, scores
-    of prompts, and wider rows (see docs/guides/engine.md) without `all_widths`.
+    programs compile at their first use: filters, biases, lists of likely tokens, and
+    scores of prompts. Where attention reads rows (CPUs), only short completions and
+    the widest rows have their programs afterwards. Others take the widest rows, until a
+    thread has compiled the programs of rows that suffice for them.
 
     Args:
       constraints: compile also the programs of constrained requests.
-      all_widths: compile the programs of plain requests for every width of rows, up to
-        `max_tokens`. It only matters where attention reads rows (CPUs).
+      all_widths: compile the programs of plain requests for every width of rows now.
+        It only matters where attention reads rows (CPUs).
       on_part: called before each part with its number (from 1) and the number of parts.
     """
     parts = batch.warm_up_parts(
       self.config, self.vocab_size, self._drafts.sources, constraints
     )
-    count = len(parts) + all_widths
+    count = len(parts) + 1
+    self._device.widths.note()
     for number, (source, requests) in enumerate(parts, 1):
       on_part(number, count)
       if source is None:
@@ -332,13 +336,15 @@ class Engine:
         # Compiles also the program that computes missing keys of the draft model.
         self._device.warm_up_moves()
     self._drafts.use_only(None)
-    if all_widths:
-      on_part(count, count)
-      requests = batch.plain_requests(self.config, 0)
-      self._launch_without_work(requests, is_whole=True)
+    on_part(count, count)
+    widths = row_keeper.widths(self.config)
+    request = batch.plain_request(self.config, 0)
+    self._launch_without_work([request], widths if all_widths else widths[-1:])
     self._drafts.reset()
     self._launches.reset_counts()
     self.sleep()
+    if self._device.draft is None:  # whose rows have a width of their own
+      self._device.widths.start(widths[0])
 
   # Weights and cache.
 
@@ -458,4 +464,5 @@ class Engine:
 
   def _die(self, error: BaseException) -> None:
     self._requests.fail(error)
+    self._device.widths.close()
     self._device.release()

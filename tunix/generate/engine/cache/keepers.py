@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,6 +24,7 @@ def keeper_of(
   mesh: Mesh | None,
   windows: Windows | None = None,
   stored: Stored = computed_of,
+  choose_width: Callable[[int], int] = lambda width: width,
 ) -> RowKeeper | PageKeeper:
   """Returns the keeper that `EngineConfig.attention` decides on.
 
@@ -31,10 +34,11 @@ def keeper_of(
     mesh: mesh of the weights, or None.
     windows: the windows of the groups of layers; None: those of this model.
     stored: returns the number of tokens of a completion that have keys and values.
+    choose_width: see `RowKeeper`.
   """
   path = _path_of(model, config)
   if path is None:
-    return RowKeeper(model, config, windows, stored)
+    return RowKeeper(model, config, windows, stored, choose_width)
   return PageKeeper(model, config, path, mesh, windows)
 
 

@@ -48,6 +48,7 @@ class RowKeeper:
     windows: the windows of the groups of layers, in the order of `Sequence.pages`;
       None: those of this model.
     stored: returns the number of tokens of a completion that are in its row.
+    choose_width: returns the width to take in place of one that suffices.
 
   Attributes:
     store: rows and pages; None until the first launch.
@@ -59,8 +60,10 @@ class RowKeeper:
     config: EngineConfig,
     windows: Windows | None = None,
     stored: Stored = computed_of,
+    choose_width: Callable[[int], int] = lambda width: width,
   ):
     self._model, self._config, self._stored = model, config, stored
+    self._choose_width = choose_width
     if windows is None:
       windows = layer_groups.windows_of(model, config)
     self._windows, self._groups = windows, layer_groups.groups_of(model, windows)
@@ -71,7 +74,7 @@ class RowKeeper:
   @property
   def width(self) -> int:
     """Tokens of a row."""
-    return 0 if self.store is None else self.store.rows_v[0].shape[3]
+    return 0 if self.store is None else self.store.width
 
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Writes parts of rows to pages.
@@ -89,12 +92,14 @@ class RowKeeper:
     most = max(
       min(s.limit, s.length + rounds * (1 + c.draft_tokens)) for s in running if s
     )
-    width = _width(most, c)
+    have = width = self.width
+    if (needed := _width(most, c)) > have or needed <= _SHRINK * have:
+      width = self._choose_width(needed)
     if self.store is None:
       self.store = self._empty_store(width)
-    have = self.width
+      have = width
     loads = plan.loads
-    if width > have or width <= _SHRINK * have:
+    if width != have:
       self._write_parts(s for s in running if s and s not in plan.loads)
       empty = self._empty_rows(width)
       pages = self.store.pages_k, self.store.pages_v

@@ -262,6 +262,27 @@ class Store:
   pages_v: tuple[jax.Array, ...]
   groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
+  @property
+  def width(self) -> int:
+    """Tokens W of a row."""
+    return self.rows_v[0].shape[3]
+
+  def of_width(self, width: int) -> Store:
+    """Returns the shapes of this store with rows of `width` tokens."""
+
+    def shape(x, *sizes):
+      sharding = x.sharding if getattr(x, "committed", True) else None
+      return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=sharding)
+
+    def keys(x):
+      return shape(x, *x.shape[:2], width // x.shape[4], *x.shape[3:])
+
+    def values(x):
+      return shape(x, *x.shape[:3], width, x.shape[4])
+
+    rows_k, rows_v = map(keys, self.rows_k), map(values, self.rows_v)
+    return dataclasses.replace(self, rows_k=tuple(rows_k), rows_v=tuple(rows_v))
+
   def at(self, places: Places) -> RowCache:
     """Returns the cache of a call of the model."""
     return RowCache(self.rows_k, self.rows_v, places)

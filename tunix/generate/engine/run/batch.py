@@ -42,25 +42,21 @@ def run(engine: Any, requests: Seq[EngineRequest]) -> list[list[Completion]]:
   return [engine.collect(tickets[i]) for i in range(len(requests))]
 
 
-def plain_requests(config: EngineConfig, token: int) -> list[EngineRequest]:
-  """Returns requests that run the programs of plain requests.
+def plain_request(config: EngineConfig, token: int) -> EngineRequest:
+  """Returns a short request, whose rows are as narrow as in most requests.
 
   Args:
     config: sizes of the engine.
-    token: token id that fills their prompts.
+    token: token id of its prompt.
   """
-  length = max(1, min(config.max_tokens // 2, config.prefill_tokens))
-  return [
-    EngineRequest(
-      prompt=np.full(size, token, np.int32),
-      max_tokens=min(config.rounds + 1, config.max_tokens - size),
-      temperature=1.0,
-      seed=0,
-      stop_ids=(),
-      logprobs=True,
-    )
-    for size in sorted({1, length})
-  ]
+  return EngineRequest(
+    prompt=np.full(1, token, np.int32),
+    max_tokens=min(config.rounds + 1, config.max_tokens - 1),
+    temperature=1.0,
+    seed=0,
+    stop_ids=(),
+    logprobs=True,
+  )
 
 
 WarmUpPart = tuple[Source | None, list[EngineRequest]]
@@ -69,7 +65,7 @@ WarmUpPart = tuple[Source | None, list[EngineRequest]]
 def warm_up_parts(
   config: EngineConfig, vocab_size: int, sources: Seq[Source], constraints: bool
 ) -> list[WarmUpPart]:
-  """Returns batches that run the programs of plain and of constrained requests.
+  """Returns batches that run programs of plain and of constrained requests.
 
   Args:
     config: sizes of the engine.
@@ -78,17 +74,15 @@ def warm_up_parts(
     constraints: True adds constrained requests.
 
   Returns:
-    Pairs of a source of drafts (None for constrained requests) and a batch. Batches of
-    short requests come first, so that their rows are as narrow as in most requests.
+    Pairs of a source of drafts (None for constrained requests) and a batch.
   """
-  wide: list[WarmUpPart] = [
+  plain: list[WarmUpPart] = [
     # Prompts that differ between sources, so that no prefix is in the cache.
-    (source, plain_requests(config, number % vocab_size))
+    (source, [plain_request(config, number % vocab_size)])
     for number, source in enumerate(sources)
   ]
-  narrow: list[WarmUpPart] = [(source, requests[:1]) for source, requests in wide]
   bound = constrained_requests(config, vocab_size) if constraints else []
-  return [*narrow, *wide, *((None, requests) for requests in bound)]
+  return [*plain, *((None, requests) for requests in bound)]
 
 
 class AnyText:

@@ -21,6 +21,7 @@ from tunix.generate.engine.cache.keepers import keeper_of
 from tunix.generate.engine.cache.paged_store import PageKeeper
 from tunix.generate.engine.cache.row_keeper import RowKeeper
 from tunix.generate.engine.cache.slot_state import SlotKeeper
+from tunix.generate.engine.cache.width_programs import WidthPrograms
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import launch, state as state_lib
 from tunix.generate.engine.device.adapters import AdapterBank
@@ -63,6 +64,7 @@ class Device:
   Attributes:
     draft: the draft model on the device, or None.
     routes: form of the recorded routes; None if they are not recorded.
+    widths: the programs of each width of rows.
 
   Raises:
     TypeError, ValueError: see `draft_model.check`.
@@ -81,6 +83,7 @@ class Device:
     if draft_model is not None:
       self.draft = DraftModel(draft_model, model, config, gather_weights)
     self._gather: GatherWeights = gather_weights
+    self.widths = WidthPrograms()
     # Graph definition, state and mesh of the weights in use.
     self._opened: tuple[Any, Any, Any] | None = None
     self._mesh: Any = None  # of the last launch
@@ -133,7 +136,7 @@ class Device:
     tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
     self._mesh = mesh
-    with mesh_lib.use_mesh(mesh):
+    with mesh_lib.use_mesh(mesh), self.widths.noted():
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
       # Before the slots are made, which count the keys of the draft model.
@@ -256,7 +259,7 @@ class Device:
   def warm_up_moves(self) -> None:
     """Calls the programs that move pages, see `RowKeeper.warm_up_moves`."""
     assert self._keeper is not None
-    with mesh_lib.use_mesh(self._mesh):
+    with mesh_lib.use_mesh(self._mesh), self.widths.noted():
       self._keeper.warm_up_moves()
       if self.draft is not None:
         self.draft.call_all()
@@ -270,7 +273,7 @@ class Device:
     """Writes parts of rows to pages, see `RowKeeper.write`."""
     assert self._keeper is not None
     # The caller's mesh may have other devices: those that train.
-    with mesh_lib.use_mesh(self._mesh):
+    with mesh_lib.use_mesh(self._mesh), self.widths.noted():
       self._keeper.write(written)
 
   @property
@@ -295,7 +298,8 @@ class Device:
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.
       module = nnx.merge(graph, state)
-      keeper = keeper_of(module.config, self._config, mesh)
+      choose = self.widths.choose
+      keeper = keeper_of(module.config, self._config, mesh, choose_width=choose)
       makers = slot_state.makers_of(module)
       has_states = any(makers)
       self._keeper = (

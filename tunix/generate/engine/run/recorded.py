@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence as Seq
 
 import numpy as np
 
-from tunix.generate.engine.cache import row_keeper
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.run.device import Device
 from tunix.generate.engine.scheduling.draft_policy import Source
@@ -27,8 +26,7 @@ def launch(
   config: EngineConfig,
   sequences: Seq[Sequence],
   sources: Seq[Source] = ("none",),
-  *,
-  is_whole: bool,
+  widths: Seq[int] | None = None,
 ) -> None:
   """Calls the programs that an engine runs for completions.
 
@@ -37,14 +35,14 @@ def launch(
     config: sizes of the engine.
     sequences: completions with all rules that the engine is to support.
     sources: all sources of drafts; the last one runs the most.
-    is_whole: call all programs, the widths of rows in ascending order. If False, those
-      of the largest sizes: the widest rows, and most prompt tokens in a round.
+    widths: widths of rows whose programs are called. None: those of the largest sizes
+      only, with the widest rows and most prompt tokens in a round.
   """
   first = dataclasses.replace(
     sequences[0], uses=frozenset().union(*(s.uses for s in sequences)), slot=0
   )
-  widths = row_keeper.widths(config) if is_whole else [config.max_tokens]
-  for width in widths:
+  is_whole = widths is not None
+  for width in [config.max_tokens] if widths is None else widths:
     limit = min(width, config.max_tokens)
     tokens = np.zeros(limit, np.int32)
     # Rows are as wide as the tokens of the completion.

@@ -1,0 +1,159 @@
+"""Programs for other widths of rows, compiled in a thread while launches go on."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from tunix.generate.engine.cache.rows import Store
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
+
+# A program, and shapes of its arguments, whose rows may have any width.
+_Form = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class WidthPrograms:
+  """Knows which programs are compiled for which width of rows.
+
+  A width has several programs that take seconds to compile, and a completion would wait
+  for them when it first needs the width. After `start`, launches take wider rows that
+  have programs, and a thread compiles those of the width that suffices.
+  """
+
+  def __init__(self):
+    self._is_noting = self._is_on = False
+    self._forms: dict[Any, _Form] = {}
+    # Keys of `_forms`, by the width for which these programs are compiled.
+    self._compiled: dict[int, set[Any]] = collections.defaultdict(set)
+    self._job: _Job | None = None
+
+  def note(self) -> None:
+    """Notes the programs that are called with rows from now on, see `noted`."""
+    self._is_noting = True
+
+  def start(self, width: int) -> None:
+    """Compiles in a thread from now on, first what `width` lacks.
+
+    Does nothing with several processes: they must run the same programs, and which
+    width a launch has depends on time from now on.
+    """
+    self._is_on = jax.process_count() == 1
+    self.choose(width)
+
+  def close(self) -> None:
+    """Ends the thread, once it has compiled the program that it is at."""
+    self._is_on = False
+    if self._job is not None:
+      self._job.is_cancelled = True
+
+  @contextlib.contextmanager
+  def noted(self) -> Iterator[None]:
+    """Notes the programs that are called inside the block."""
+    if not self._is_noting:
+      yield
+      return
+    with programs.observed(self._note):
+      yield
+
+  def choose(self, width: int) -> int:
+    """Returns the width of at least `width` that has most programs.
+
+    Raises:
+      Exception: the thread failed to compile.
+    """
+    if not self._is_on:
+      return width
+    if self._job is not None and self._job.is_done():
+      self._compiled[self._job.width] |= self._job.forms.keys()
+      self._job = None
+    have = self._compiled[width]
+    wider = (w for w in self._compiled if w >= width)
+    best = min(wider, key=lambda w: (-len(self._compiled[w]), w))
+    if best != width and self._job is None:
+      missing = {key: x for key, x in self._forms.items() if key not in have}
+      self._job = _Job(width, missing)
+    return best
+
+  def _note(self, name: str, jitted: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    stores = [x for x in jax.tree.leaves(args, is_leaf=_is_store) if _is_store(x)]
+    if not stores:
+      return
+    leaves, structure = jax.tree.flatten(_shapes(args, 0))
+    key = name, structure, tuple(leaves)
+    self._compiled[stores[0].width].add(key)
+    if key not in self._forms:
+      self._forms[key] = jitted, _shapes(args)
+
+
+class _Job:
+  """A thread that compiles programs for one width of rows.
+
+  Args:
+    width: tokens of a row.
+    forms: the programs, by their keys.
+
+  Attributes:
+    width, forms: the arguments.
+    is_cancelled: set it to True to leave out the programs that follow.
+  """
+
+  def __init__(self, width: int, forms: dict[Any, _Form]):
+    self.width, self.forms, self.is_cancelled = width, forms, False
+    self._mesh = mesh_lib.current_mesh()
+    self._error: BaseException | None = None
+    # The end of Python aborts a process with a daemon thread that compiles.
+    self._thread = threading.Thread(target=self._run, daemon=False)
+    self._thread.name = f"programs of width {width}"
+    self._thread.start()
+
+  def is_done(self) -> bool:
+    """Returns True once all programs are compiled; raises the thread's error."""
+    if self._error is not None:
+      raise self._error
+    return not self._thread.is_alive()
+
+  def _run(self) -> None:
+    try:
+      with mesh_lib.use_mesh(self._mesh):
+        for jitted, shapes in self.forms.values():
+          if self.is_cancelled:
+            return
+          lowered = jitted.lower(*_shapes(shapes, self.width))  # type: ignore[attr-defined]
+          lowered.compile()  # a call with such arguments finds the program in memory
+    except BaseException as error:  # the next launch raises it
+      self._error = error
+
+
+def _is_store(x: object) -> bool:
+  return isinstance(x, Store)
+
+
+def _shapes(args: Any, width: int | None = None) -> Any:
+  """Returns shapes of arguments, with rows of a width; None: of their own."""
+
+  def one(x: Any) -> Any:
+    if isinstance(x, Store):
+      x = x if width is None else x.of_width(width)
+      return jax.tree.map(_shape, x)
+    return _shape(x)
+
+  return jax.tree.map(one, args, is_leaf=_is_store)
+
+
+def _shape(x: Any) -> Any:
+  if not hasattr(x, "dtype"):
+    return x
+  # A program for arrays without a fixed place is another one than for placed arrays.
+  is_placed = getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct))
+  return jax.ShapeDtypeStruct(
+    x.shape,
+    x.dtype,
+    sharding=x.sharding if is_placed else None,
+    weak_type=getattr(x, "weak_type", False),
+  )
