@@ -3,6 +3,7 @@
   python -m benchmarks.real sft --model SMOLLM2
   PYTHON_WITH_TRL benchmarks/real.py sft --lib trl --model SMOLLM2
   python -m benchmarks.real gradient --model SMOLLM2 --dtype bfloat16
+  python -m benchmarks.real invariant --model SMOLLM2 --dtype bfloat16
   python -m benchmarks.real pairs sft --model SMOLLM2 --trl PYTHON_WITH_TRL -n 5
 
 Jobs: sft, dpo and grpo, all with LoRA of rank 8, in float32 or, with `--dtype
@@ -13,7 +14,10 @@ completions of 64 tokens each, and beta 0 in both libraries. `cpu_s` is the CPU 
 from step 3 on, with the compilations that fall into it; `wall_s` is the time from the
 first import to the end of the last step. `pairs` runs the libraries in turn, each in a
 fresh process. `gradient` prints the median seconds and CPU seconds of five gradients of
-all weights, for 4 rows of 256 tokens with all logits in memory.
+all weights, for 4 rows of 256 tokens with all logits in memory. `invariant` computes
+the gradient of the log-probabilities of 4 completions of 128 tokens to one prompt of
+128 tokens: with a model, with its shared prompt, and with the batch-invariant model.
+It prints the ratios of the last one's seconds to those of the others.
 """
 
 import argparse
@@ -30,6 +34,7 @@ import time
 START = time.time()
 LEFT_OUT = 2
 COMPLETIONS, NEW_TOKENS, PROMPTS = 8, 64, 2
+JOBS = ("sft", "dpo", "grpo", "gradient", "invariant", "pairs")
 VOCABULARY = (
   "printer invoice login delay refund screen battery order parcel account update error "
   "password device network cable shipment meeting report customer"
@@ -199,6 +204,44 @@ def gradient(model, dtype):
   print(f"{dtype}, jax {jax.__version__}: {wall:.2f} s, {cpu:.2f} CPU s")
 
 
+def invariant(model, dtype, n):
+  """Prints the cost of an update of a batch-invariant model."""
+  import jax
+  import jax.numpy as jnp
+  from flax import nnx
+
+  from tunix.generate import scoring
+  from tunix.models.automodel import AutoModel
+
+  def run_of(is_invariant, group_size):
+    options = {"dtype": dtype, "batch_invariant": is_invariant}
+    module = AutoModel.from_pretrained(model, **options)
+    ids = jax.random.randint(jax.random.key(0), (5, 128), 0, 40_000)
+    prompts, whole = jnp.broadcast_to(ids[4], (4, 128)), jnp.ones((4, 128), bool)
+    rows = prompts, whole, ids[:4], whole
+
+    def loss(module):
+      scores = scoring.score_completions(module, *rows, group_size=group_size)
+      return jnp.mean(scores.logps)
+
+    step = nnx.jit(nnx.value_and_grad(loss))
+    return lambda: jax.block_until_ready(step(module))
+
+  runs = {"plain": run_of(False, 1), "shared prompt": run_of(False, 4)}
+  runs["batch-invariant"] = run_of(True, 1)
+  figures = {name: [] for name in runs}
+  for _ in range(n + 1):  # the first ones compile
+    for name, run in runs.items():
+      wall, cpu = time.perf_counter(), time.process_time()
+      run()
+      seconds = time.perf_counter() - wall, time.process_time() - cpu
+      figures[name].append(dict(zip(("wall_s", "cpu_s"), seconds)))
+  figures = {name: seconds[1:] for name, seconds in figures.items()}
+  for name in ("plain", "shared prompt"):
+    pair = {key: figures[key] for key in (name, "batch-invariant")}
+    print_ratios(pair, ("wall_s", "cpu_s"))
+
+
 def print_ratios(results, keys):
   """Prints the medians of two libraries' runs, and the ratios pair by pair."""
   first, second = results
@@ -216,12 +259,12 @@ def main():
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("job", choices=("sft", "dpo", "grpo", "gradient", "pairs"))
+  parser.add_argument("job", choices=JOBS)
   parser.add_argument("what", nargs="?", choices=("sft", "dpo", "grpo"))
   parser.add_argument("--lib", choices=("tunix", "trl"), default="tunix")
   parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
   parser.add_argument("--trl", help="of pairs: an interpreter that has TRL")
-  parser.add_argument("-n", type=int, default=5, help="of pairs")
+  parser.add_argument("-n", type=int, default=5, help="of pairs and invariant")
   parser.add_argument("--steps", type=int, default=12)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   args = parser.parse_args()
@@ -230,6 +273,9 @@ def main():
     return
   if args.job == "gradient":
     gradient(args.model, args.dtype)
+    return
+  if args.job == "invariant":
+    invariant(args.model, args.dtype, args.n)
     return
   run = {"tunix": by_tunix, "trl": by_trl}[args.lib]
   with tempfile.TemporaryDirectory() as folder:

@@ -27,10 +27,12 @@ from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.prompts.curriculum import CurriculumConfig
 from tunix.rl.reward.rewards import RewardManager
+from tunix.rl.rl_cluster import Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
 from tunix.sft.peft_trainer import CheckpointOptions
+from tunix.utils import mesh as mesh_lib
 
 
 def weights(learner):
@@ -677,10 +679,12 @@ def test_exact_scoring_makes_the_first_ratio_one():
 
 @scored.has_compared_bits
 @pytest.mark.shipped
-def test_a_batch_invariant_actor_is_not_scored_again(monkeypatch):
+@pytest.mark.parametrize("axes", [{}, {"dp": 2, "fsdp": 4}], ids=["", "mesh"])
+def test_a_batch_invariant_actor_is_not_scored_again(axes, monkeypatch):
   """Its sampler's log-probabilities are those of the policy before the update."""
   actor = clusters.model(batch_invariant=True)
-  learner = clusters.grpo({"num_iterations": 2, "epsilon": 0.0}, actor=actor)
+  where = {"role_to_mesh": {Role.ACTOR: mesh_lib.create_mesh(axes)}} if axes else {}
+  learner = clusters.grpo({"num_iterations": 2, "epsilon": 0.0}, actor=actor, **where)
   calls = []
   score = learner.rl_cluster.get_old_per_token_logps
 

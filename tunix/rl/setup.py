@@ -74,13 +74,12 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
 def samples_exactly(cluster: RLCluster) -> bool:
   """Returns True if the sampler's log-probs of tokens should be those of the actor.
 
-  It is False for meshes, and for layers whose products were not compared.
+  It is False for meshes and layers whose bits were not compared.
   """
   rollout, actor = cluster.cluster_config.rollout(Mode.TRAIN), cluster.actor
-  mesh = mesh_lib.mesh_of(nnx.state(actor))
   return bool(
     calling.config_value(actor, "batch_invariant")
-    and (mesh is None or mesh.size == 1)
+    and _splits_rows_alone(actor)
     and getattr(cluster.rollout, "sampler", None) == "engine"
     and cluster.rollout.model() is actor
     and not cluster.cluster_config.training_config.staleness
@@ -89,6 +88,16 @@ def samples_exactly(cluster: RLCluster) -> bool:
     and getattr(actor, "token_rows", None) is None
     and not any(_is_uncompared(node) for _, node in nnx.iter_graph(actor))
   )
+
+
+def _splits_rows_alone(actor: nnx.Module) -> bool:
+  """Returns True on one device, and on one process's mesh that only splits batches."""
+  mesh = mesh_lib.mesh_of(nnx.state(actor))
+  if mesh is None or mesh.size == 1:
+    return True
+  rules = calling.config_value(actor, "sharding")
+  used = {axis for axis, size in mesh.shape.items() if size > 1}
+  return jax.process_count() == 1 and used <= {*rules.batch_axes} - {rules.ep}
 
 
 def _is_uncompared(node: object) -> bool:

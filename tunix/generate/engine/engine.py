@@ -311,9 +311,8 @@ class Engine:
 
     These are the programs without drafts and those of each source of drafts. Other
     programs compile at their first use: filters, biases, lists of likely tokens, and
-    scores of prompts. Where attention reads rows (CPUs), only short completions and
-    the widest rows have their programs afterwards. Others take the widest rows, until a
-    thread has compiled the programs of rows that suffice for them.
+    scores of prompts. Where attention reads rows (CPUs), plain completions run in the
+    widest rows afterwards, until a thread has compiled the programs of their width.
 
     Args:
       constraints: compile also the programs of constrained requests.
@@ -343,8 +342,7 @@ class Engine:
     self._drafts.reset()
     self._launches.reset_counts()
     self.sleep()
-    if self._device.draft is None:  # whose rows have a width of their own
-      self._device.widths.start(widths[0])
+    self._device.compile_widths(widths[0])
 
   # Weights and cache.
 

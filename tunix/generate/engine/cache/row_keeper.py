@@ -63,7 +63,7 @@ class RowKeeper:
     choose_width: Callable[[int], int] = lambda width: width,
   ):
     self._model, self._config, self._stored = model, config, stored
-    self._choose_width = choose_width
+    self._choose_width, self._is_substitute = choose_width, False
     if windows is None:
       windows = layer_groups.windows_of(model, config)
     self._windows, self._groups = windows, layer_groups.groups_of(model, windows)
@@ -93,8 +93,10 @@ class RowKeeper:
       min(s.limit, s.length + rounds * (1 + c.draft_tokens)) for s in running if s
     )
     have = width = self.width
-    if (needed := _width(most, c)) > have or needed <= _SHRINK * have:
+    needed = _width(most, c)
+    if needed > have or needed <= _SHRINK * have or self._is_substitute:
       width = self._choose_width(needed)
+      self._is_substitute = width != needed
     if self.store is None:
       self.store = self._empty_store(width)
       have = width

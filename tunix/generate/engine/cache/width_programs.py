@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import jax
 from tunix.generate.engine.cache.rows import Store
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
+
+_log = logging.getLogger(__name__)
 
 # A program, and shapes of its arguments, whose rows may have any width.
 _Form = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -22,33 +25,40 @@ class WidthPrograms:
   """Knows which programs are compiled for which width of rows.
 
   A width has several programs that take seconds to compile, and a completion would wait
-  for them when it first needs the width. After `start`, launches take wider rows that
-  have programs, and a thread compiles those of the width that suffices.
+  for them when it first needs the width. After `start`, a launch takes wider rows if
+  its programs are compiled for these only, and a thread compiles the missing ones.
+
+  Attributes:
+    kind: kind of the present launch; launches of one kind call the same programs.
   """
 
   def __init__(self):
     self._is_noting = self._is_on = False
-    self._forms: dict[Any, _Form] = {}
-    # Keys of `_forms`, by the width for which these programs are compiled.
-    self._compiled: dict[int, set[Any]] = collections.defaultdict(set)
+    self.kind: Hashable = None
+    # The programs of each kind of launch, by keys that do not depend on the width.
+    self._forms: dict[Hashable, dict[Any, _Form]] = collections.defaultdict(dict)
+    # Keys of the programs that are compiled, by kind of launch and width.
+    self._compiled: dict[tuple[Hashable, int], set[Any]]
+    self._compiled = collections.defaultdict(set)
     self._job: _Job | None = None
 
   def note(self) -> None:
     """Notes the programs that are called with rows from now on, see `noted`."""
-    self._is_noting = True
+    self._is_noting, self._is_on = True, False
 
   def start(self, width: int) -> None:
     """Compiles in a thread from now on, first what `width` lacks.
 
-    Does nothing with several processes: they must run the same programs, and which
-    width a launch has depends on time from now on.
+    Does nothing without rows. Does nothing with several processes either: they must run
+    the same programs, and which width a launch has depends on time from now on.
     """
-    self._is_on = jax.process_count() == 1
+    self._is_on = jax.process_count() == 1 and bool(self._forms)
+    self._is_noting = self._is_on
     self.choose(width)
 
   def close(self) -> None:
     """Ends the thread, once it has compiled the program that it is at."""
-    self._is_on = False
+    self._is_noting = self._is_on = False
     if self._job is not None:
       self._job.is_cancelled = True
 
@@ -62,22 +72,23 @@ class WidthPrograms:
       yield
 
   def choose(self, width: int) -> int:
-    """Returns the width of at least `width` that has most programs.
-
-    Raises:
-      Exception: the thread failed to compile.
-    """
+    """Returns the width of at least `width` that has most programs of this launch."""
     if not self._is_on:
       return width
     if self._job is not None and self._job.is_done():
-      self._compiled[self._job.width] |= self._job.forms.keys()
+      if (error := self._job.error) is not None:
+        _log.warning("compiling for rows of %d tokens: %r", self._job.width, error)
+        self.close()
+        return width
+      self._compiled[self._job.kind, self._job.width] |= self._job.forms.keys()
       self._job = None
-    have = self._compiled[width]
-    wider = (w for w in self._compiled if w >= width)
-    best = min(wider, key=lambda w: (-len(self._compiled[w]), w))
+    kind, have = self.kind, self._compiled[self.kind, width]
+    wider = [w for k, w in self._compiled if k == kind and w >= width]
+    best = min(wider, key=lambda w: (-len(self._compiled[kind, w]), w))
     if best != width and self._job is None:
-      missing = {key: x for key, x in self._forms.items() if key not in have}
-      self._job = _Job(width, missing)
+      forms = self._forms[kind].items()
+      missing = {key: form for key, form in forms if key not in have}
+      self._job = _Job(kind, width, missing)
     return best
 
   def _note(self, name: str, jitted: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -86,48 +97,49 @@ class WidthPrograms:
       return
     leaves, structure = jax.tree.flatten(_shapes(args, 0))
     key = name, structure, tuple(leaves)
-    self._compiled[stores[0].width].add(key)
-    if key not in self._forms:
-      self._forms[key] = jitted, _shapes(args)
+    self._compiled[self.kind, stores[0].width].add(key)
+    forms = self._forms[self.kind]
+    if key not in forms:
+      forms[key] = jitted, _shapes(args)
 
 
 class _Job:
   """A thread that compiles programs for one width of rows.
 
   Args:
+    kind: kind of the launches that call them.
     width: tokens of a row.
     forms: the programs, by their keys.
 
   Attributes:
-    width, forms: the arguments.
+    kind, width, forms: the arguments.
     is_cancelled: set it to True to leave out the programs that follow.
+    error: what ended the thread early, or None.
   """
 
-  def __init__(self, width: int, forms: dict[Any, _Form]):
-    self.width, self.forms, self.is_cancelled = width, forms, False
+  def __init__(self, kind: Hashable, width: int, forms: dict[Any, _Form]):
+    self.kind, self.width, self.forms = kind, width, forms
+    self.is_cancelled, self.error = False, None
     self._mesh = mesh_lib.current_mesh()
-    self._error: BaseException | None = None
     # The end of Python aborts a process with a daemon thread that compiles.
     self._thread = threading.Thread(target=self._run, daemon=False)
     self._thread.name = f"programs of width {width}"
     self._thread.start()
 
   def is_done(self) -> bool:
-    """Returns True once all programs are compiled; raises the thread's error."""
-    if self._error is not None:
-      raise self._error
+    """Returns True once the thread has ended."""
     return not self._thread.is_alive()
 
   def _run(self) -> None:
     try:
       with mesh_lib.use_mesh(self._mesh):
         for jitted, shapes in self.forms.values():
-          if self.is_cancelled:
+          if self.is_cancelled or not threading.main_thread().is_alive():
             return
           lowered = jitted.lower(*_shapes(shapes, self.width))  # type: ignore[attr-defined]
           lowered.compile()  # a call with such arguments finds the program in memory
-    except BaseException as error:  # the next launch raises it
-      self._error = error
+    except Exception as error:  # the next launch reports it
+      self.error = error
 
 
 def _is_store(x: object) -> bool:

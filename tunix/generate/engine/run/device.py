@@ -136,6 +136,7 @@ class Device:
     tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
     self._mesh = mesh
+    self.widths.kind = masks is not None, self._uses
     with mesh_lib.use_mesh(mesh), self.widths.noted():
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
@@ -263,6 +264,14 @@ class Device:
       self._keeper.warm_up_moves()
       if self.draft is not None:
         self.draft.call_all()
+
+  def compile_widths(self, first: int) -> None:
+    """Compiles programs for other widths of rows in a thread, see `WidthPrograms`."""
+    if self.draft is not None:  # its rows have a width of their own
+      self.widths.close()
+      return
+    with mesh_lib.use_mesh(self._mesh):
+      self.widths.start(first)
 
   @property
   def width(self) -> int:
