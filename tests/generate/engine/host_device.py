@@ -66,6 +66,9 @@ class HostDevice:
     self.most_held = [0] * len(self.windows)
     self.release()
 
+  def close(self):
+    self.release()
+
   def set_model(self, model):
     del model
     self.version += 1

@@ -462,5 +462,4 @@ class Engine:
 
   def _die(self, error: BaseException) -> None:
     self._requests.fail(error)
-    self._device.widths.close()
-    self._device.release()
+    self._device.close()

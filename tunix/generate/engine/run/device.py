@@ -108,6 +108,11 @@ class Device:
     if self.draft is not None:
       self.draft.release()
 
+  def close(self) -> None:
+    """Releases all, and ends the thread that compiles."""
+    self.widths.close()
+    self.release()
+
   def launch(
     self,
     plan: Plan,
