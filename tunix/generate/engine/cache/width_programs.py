@@ -41,6 +41,7 @@ class WidthPrograms:
     self._compiled: dict[tuple[Hashable, int], set[Any]]
     self._compiled = collections.defaultdict(set)
     self._job: _Job | None = None
+    self._width = 0  # that was chosen last
 
   def note(self) -> None:
     """Notes the programs that are called with rows from now on, see `noted`."""
@@ -89,9 +90,13 @@ class WidthPrograms:
       forms = self._forms[kind].items()
       missing = {key: form for key, form in forms if key not in have}
       self._job = _Job(kind, width, missing)
+    self._width = best
     return best
 
   def _note(self, name: str, jitted: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    have = len(self._compiled.get((self.kind, self._width), ()))
+    if self._is_on and have and have == len(self._forms[self.kind]):
+      return  # the rest takes some ms, for which the launch waits
     stores = [x for x in jax.tree.leaves(args, is_leaf=_is_store) if _is_store(x)]
     if not stores:
       return
