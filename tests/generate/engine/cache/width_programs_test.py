@@ -79,12 +79,13 @@ def test_no_text_waits_for_the_programs_of_another_width(threads):
   threads.clear()
   wide, widths = drawn(engine, *requests)  # with the programs of the widest rows
   assert widths == [512, 512]
-  assert {*threads} <= {"programs of width 192"}
   threads.finish(engine)
+  assert "programs of width 192" in threads
   threads.clear()
   narrow, widths = drawn(engine, *requests)
   assert widths == [192, 192]
-  assert len(threads) <= 1  # zeros of the new rows
+  # Zeros of the new rows and other small programs, and none of the model.
+  assert len(threads) < len(engine._device.widths._forms[engine._device.widths.kind])
   expected, widths = drawn(make(), *requests)
   assert widths == [192, 192]
   for a, b, c in zip(expected, wide, narrow, strict=True):
