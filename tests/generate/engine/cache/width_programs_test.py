@@ -27,34 +27,43 @@ def ask(length, tokens, **rules):
   )
 
 
-class Threads(list):
-  """Names of the threads that have compiled a program, or loaded one.
+# The programs that have rows.
+WITH_ROWS = {f"jit({name})" for name in ("mixed", "decode", "load", "write_back")}
 
-  The others end a program once `gate` is set.
+
+class Compiled(list):
+  """Pairs of a program that was compiled, or loaded, and the thread that did it.
+
+  Other threads than the main one end a program once `gate` is set.
   """
 
   def __init__(self):
     self.gate = threading.Event()
 
-  def note(self, event, _, **__):
-    if event == COMPILED:
-      self.append(threading.current_thread().name)
-      if threading.current_thread() is not threading.main_thread():
+  def note(self, event, _, fun_name="", **__):
+    if event == COMPILED and fun_name in WITH_ROWS:
+      thread = threading.current_thread()
+      self.append((fun_name, thread.name))
+      if thread is not threading.main_thread():
         self.gate.wait(60)
 
   def finish(self, engine):
+    """Lets the thread end; returns what was compiled since the last call."""
     self.gate.set()
     engine._device.widths._job._thread.join()
     self.gate.clear()
+    out = {*self}
+    self.clear()
+    return out
 
 
 @pytest.fixture
-def threads():
-  threads = Threads()
-  jax.monitoring.register_event_duration_secs_listener(threads.note)
-  yield threads
-  threads.gate.set()
-  jax.monitoring.unregister_event_duration_listener(threads.note)
+def compiled():
+  compiled = Compiled()
+  jax.monitoring.register_event_duration_secs_listener(compiled.note)
+  yield compiled
+  compiled.gate.set()
+  jax.monitoring.unregister_event_duration_listener(compiled.note)
 
 
 def make():
@@ -70,22 +79,25 @@ def drawn(engine, *requests):
   return tokens, [*widths]
 
 
-def test_no_text_waits_for_the_programs_of_another_width(threads):
+def test_no_text_waits_for_the_programs_of_another_width(compiled):
   requests = ask(20, 150), ask(100, 90)
   engine = make()
   engine.warm_up()
-  threads.finish(engine)  # the narrowest rows
-  drawn(engine, requests[0])  # begins the next thread
-  threads.clear()
-  wide, widths = drawn(engine, *requests)  # with the programs of the widest rows
+  compiled.finish(engine)  # the narrowest rows
+  # With the programs of the widest rows, while the thread compiles.
+  wide, widths = drawn(engine, *requests)
   assert widths == [512, 512]
-  threads.finish(engine)
-  assert "programs of width 192" in threads
-  threads.clear()
+  named = {(name, "programs of width 192") for name in WITH_ROWS}
+  assert compiled.finish(engine) == named
   narrow, widths = drawn(engine, *requests)
   assert widths == [192, 192]
-  # Zeros of the new rows and other small programs, and none of the model.
-  assert len(threads) < len(engine._device.widths._forms[engine._device.widths.kind])
+  # Also a width of more than half of the present one is taken once it can be.
+  _, widths = drawn(engine, long := ask(300, 30))
+  assert widths == [512]
+  compiled.finish(engine)
+  _, widths = drawn(engine, long)
+  assert widths == [384]
+  assert compiled == []
   expected, widths = drawn(make(), *requests)
   assert widths == [192, 192]
   for a, b, c in zip(expected, wide, narrow, strict=True):
