@@ -268,17 +268,15 @@ class Store:
     return self.rows_v[0].shape[3]
 
   def of_width(self, width: int) -> Store:
-    """Returns the shapes of this store with rows of `width` tokens."""
-
-    def shape(x, *sizes):
-      sharding = x.sharding if getattr(x, "committed", True) else None
-      return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=sharding)
+    """Returns this store, whose leaves are shapes, with rows of `width` tokens."""
 
     def keys(x):
-      return shape(x, *x.shape[:2], width // x.shape[4], *x.shape[3:])
+      shape = *x.shape[:2], width // x.shape[4], *x.shape[3:]
+      return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
     def values(x):
-      return shape(x, *x.shape[:3], width, x.shape[4])
+      shape = *x.shape[:3], width, x.shape[4]
+      return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
     rows_k, rows_v = map(keys, self.rows_k), map(values, self.rows_v)
     return dataclasses.replace(self, rows_k=tuple(rows_k), rows_v=tuple(rows_v))

@@ -24,9 +24,9 @@ _Form = tuple[Callable[..., Any], tuple[Any, ...]]
 class WidthPrograms:
   """Knows which programs are compiled for which width of rows.
 
-  A width has several programs that take seconds to compile, and a completion would wait
-  for them when it first needs the width. After `start`, a launch takes wider rows if
-  its programs are compiled for these only, and a thread compiles the missing ones.
+  A width has several programs that take seconds to compile. After `start`, a launch
+  does not wait for them: it runs in wider rows whose programs are compiled, and a thread
+  compiles those of its own width.
 
   Attributes:
     kind: kind of the present launch; launches of one kind call the same programs.
@@ -154,13 +154,11 @@ def _is_store(x: object) -> bool:
 def _shapes(args: Any, width: int | None = None) -> Any:
   """Returns shapes of arguments, with rows of a width; None: of their own."""
 
-  def one(x: Any) -> Any:
-    if isinstance(x, Store):
-      x = x if width is None else x.of_width(width)
-      return jax.tree.map(_shape, x)
-    return _shape(x)
-
-  return jax.tree.map(one, args, is_leaf=_is_store)
+  shapes = jax.tree.map(_shape, args)
+  if width is None:
+    return shapes
+  resized = lambda x: x.of_width(width) if _is_store(x) else x
+  return jax.tree.map(resized, shapes, is_leaf=_is_store)
 
 
 def _shape(x: Any) -> Any:
