@@ -25,8 +25,8 @@ class WidthPrograms:
   """Knows which programs are compiled for which width of rows.
 
   A width has several programs that take seconds to compile. After `start`, a launch
-  does not wait for them: it runs in wider rows whose programs are compiled, and a thread
-  compiles those of its own width.
+  does not wait for them: it runs in wider rows whose programs are compiled, and a
+  thread compiles those of its own width.
 
   Attributes:
     kind: kind of the present launch; launches of one kind call the same programs.
