@@ -34,7 +34,6 @@ def run(shared_bases):
   from matplotlib import pyplot
 
   pyplot.switch_backend("agg")
-  mesh = jax.sharding.get_mesh()
 
   def run(name, steps=None, model=None):
     left = {"__name__": "__main__"}
@@ -54,9 +53,11 @@ def run(shared_bases):
         exec(compile(text, f"<{name}>", "exec"), left)
     return left
 
-  yield run
+  # Cells set a mesh. An empty one must not stay set either: a program that was compiled
+  # without any in another thread would be compiled again.
+  with jax.set_mesh(jax.sharding.get_mesh()):
+    yield run
   pyplot.close("all")
-  jax.set_mesh(mesh)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix, and `with mesh:`

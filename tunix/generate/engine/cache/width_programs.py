@@ -52,6 +52,8 @@ class WidthPrograms:
 
     Does nothing without rows. Does nothing with several processes either: they must run
     the same programs, and which width a launch has depends on time from now on.
+    The thread has the mesh of its caller and no other context: a launch inside
+    `jax.default_matmul_precision`, for example, compiles its programs itself.
     """
     self._is_on = jax.process_count() == 1 and bool(self._forms)
     self._is_noting = self._is_on
