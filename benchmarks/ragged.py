@@ -14,6 +14,7 @@ is faster. A median that is closer to 1 than its spread is a tie.
   turns   8 turns of a conversation: tokens that were prefilled
   copy    prompt lookup against none, on text that is copied and on other text
   host    share of the host in a launch, on the load of `ragged`
+  first   seconds of the first loads of `ragged`, without `warm_up()` and after it
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +39,7 @@ from tunix.generate.sampler import Sampler
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
 
-CASES = ("ragged", "equal", "group", "turns", "copy", "host")
+CASES = ("ragged", "equal", "group", "turns", "copy", "host", "first")
 HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 WARM = 2  # passes that compile: the second meets the cache that the first left
 
@@ -48,8 +50,8 @@ def arguments() -> argparse.Namespace:
   )
   parser.add_argument("cases", nargs="*", metavar="case", help="default: all")
   parser.add_argument("--passes", type=int, default=5)
-  parser.add_argument("--requests", type=int, default=64, help="of ragged and host")
-  parser.add_argument("--slots", type=int, default=8, help="of ragged, copy and host")
+  parser.add_argument("--requests", type=int, default=64, help="of ragged, host, first")
+  parser.add_argument("--slots", type=int, default=8, help="not of equal and group")
   parser.add_argument("--draft", type=int, default=4, help="of copy: draft tokens")
   parser.add_argument("--layers", type=int, default=8)
   parser.add_argument("--vocab", type=int, default=32000)
@@ -239,6 +241,26 @@ def case_host(args: argparse.Namespace):
   names = ("launch_ms", "launch_cpu_ms", "host_ms")
   share = spread([host / cpu for _, cpu, host in rows[WARM:]])
   yield {**dict(zip(names, medians)), "share": share}
+
+
+def case_first(args: argparse.Namespace):
+  """Loads may differ in what they compile, so each engine starts without programs."""
+  model, (sizes, lengths) = random_model(args), ragged_sizes(args.requests)
+  warm_ups = {"none": None, "warm_up": {}, "all_widths": {"all_widths": True}}
+  for name, options in warm_ups.items():
+    jax.clear_caches()
+    engine, marks = engine_of(model, args.slots, 512), [time.perf_counter()]
+    if options is not None:
+      engine.warm_up(**options)
+    marks.append(time.perf_counter())
+    for number in range(WARM + args.passes):
+      complete(engine, random_prompts(args, sizes, number), lengths)
+      marks.append(time.perf_counter())
+    engine.close()
+    warm_up_s, *loads_s = np.diff(marks).round(2).tolist()
+    ratio = round(loads_s[0] / float(np.median(loads_s[WARM:])), 2)
+    row = {"warm_up_s": warm_up_s, "loads_s": loads_s, "first_to_later": ratio}
+    yield {"warm_up": name, **row}
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ fresh process. `gradient` prints the median seconds and CPU seconds of five grad
 all weights, for 4 rows of 256 tokens with all logits in memory. `invariant` computes
 the gradient of the log-probabilities of 4 completions of 128 tokens to one prompt of
 128 tokens: with a model, with its shared prompt, and with the batch-invariant model.
-It prints the ratios of the last one's seconds to those of the others.
+It prints seconds (`wall_s`) and CPU seconds (`cpu_s`) of one gradient, and the ratios
+of the batch-invariant model's to those of the others.
 """
 
 import argparse
@@ -205,7 +206,7 @@ def gradient(model, dtype):
 
 
 def invariant(model, dtype, n):
-  """Prints the cost of an update of a batch-invariant model."""
+  """Prints the cost of a gradient of a batch-invariant model."""
   import jax
   import jax.numpy as jnp
   from flax import nnx
@@ -243,7 +244,7 @@ def invariant(model, dtype, n):
 
 
 def print_ratios(results, keys):
-  """Prints the medians of two libraries' runs, and the ratios pair by pair."""
+  """Prints the medians of two groups of runs, and the range of single ratios."""
   first, second = results
   for key in keys:
     ours, theirs = ([one[key] for one in runs] for runs in results.values())

@@ -32,6 +32,7 @@ GEMMA = {
   "sliding_window": 7,
 }
 QWEN = {"qk_norm": "head", "qkv_bias": True, "num_heads": 2, "attention_sinks": True}
+QWEN |= {"head_dim": 32}  # XLA multiplies few rows by 32 columns in another order
 KINDS = {
   "gemma_bfloat16": {**GEMMA, "dtype": jnp.bfloat16},
   "qwen_lora": {**QWEN, "num_layers": 1, "lora_rank": 4},

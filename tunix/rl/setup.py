@@ -91,13 +91,13 @@ def samples_exactly(cluster: RLCluster) -> bool:
 
 
 def _splits_rows_alone(actor: nnx.Module) -> bool:
-  """Returns True on one device, or in one process whose mesh splits batches only."""
+  """Returns True on one device, or in one process on a mesh of `dp` and `fsdp`."""
   mesh = mesh_lib.mesh_of(nnx.state(actor))
   if mesh is None or mesh.size == 1:
     return True
   rules = calling.config_value(actor, "sharding")
   used = {axis for axis, size in mesh.shape.items() if size > 1}
-  # Other axes than dp and fsdp split the sums of a row, or its tokens.
+  # tp splits the sums of a row and cp its tokens; the bits of ep were not compared.
   return jax.process_count() == 1 and used <= {*rules.batch_axes} - {rules.ep}
 
 

@@ -59,7 +59,8 @@ class ServeOptions:
       mtp, the layer for further tokens that the model's folder has.
     tinker: serves the Tinker training API under /api/v1.
     all_widths: compiles the programs of plain requests of every length at the start,
-      instead of while the first texts run; matters on CPUs alone.
+      instead of while the first texts run; has an effect where attention reads rows,
+      the default on CPUs.
     compilation_cache: folder that keeps compiled programs, so that a later start takes
       them from there.
     compilation_cache_key: file with the key of a folder that is signed.

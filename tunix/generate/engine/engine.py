@@ -311,13 +311,14 @@ class Engine:
 
     These are the programs without drafts and those of each source of drafts. Other
     programs compile at their first use: filters, biases, lists of likely tokens, and
-    scores of prompts. Where attention reads rows (CPUs), plain completions run in the
-    widest rows afterwards, until a thread has compiled the programs of their width.
+    scores of prompts. Where attention reads rows (CPUs by default), plain completions
+    then run in the widest rows until a thread has compiled the programs of their width.
+    With a draft model or several processes, they wait instead.
 
     Args:
       constraints: compile also the programs of constrained requests.
       all_widths: compile the programs of plain requests for every width of rows now.
-        It only matters where attention reads rows (CPUs).
+        It has an effect only where attention reads rows.
       on_part: called before each part with its number (from 1) and the number of parts.
     """
     parts = batch.warm_up_parts(

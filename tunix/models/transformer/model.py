@@ -214,7 +214,7 @@ class Transformer(DecoderLayers):
         layout.transposed
         and is_whole
         and cpu_products.suits(hidden)
-        and not (invariant and (table.shape[0] % LANES or layout.mesh))
+        and not (invariant and (table.shape[0] < LANES or layout.mesh))
       ):
         out = cpu_products.few_rows(hidden, table.astype(hidden.dtype), invariant)
       else:

@@ -3,7 +3,8 @@
 XLA's CPU backend adds in an order that depends on the number of rows, and on what it
 computes in the same loop. The products here have one order, because their sizes leave
 no rest that the backend would multiply by another kernel. This was measured, with jax
-0.10 and 0.12 on a CPU with AVX2 (see docs/guides/scoring.md). XLA does not promise it.
+0.10 and 0.12 on CPUs with AVX2 and with AVX-512 (see docs/guides/scoring.md). XLA does
+not promise it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from jaxtyping import Array, Float, Int
 LANES = 16
 # With fewer rows, XLA multiplies float32 with a matrix [in, out] in another order.
 MANY = 64
+# With a multiple of these outputs, few rows and many are multiplied in one order.
+_COLUMNS = 64
 # Longer sums are sums of parts of this size.
 _PART = 4096
 
@@ -36,6 +39,13 @@ def total(x: Float[Array, "*B N"]) -> Float[Array, "*B"]:
     rows = jnp.concatenate([rows, rows], axis=-2)
   sums = jnp.einsum("...i,oi->...o", rows, ones)[..., :count, 0]
   return sums.reshape(x.shape[:-1])
+
+
+def widened(matrix: Float[Array, "*B I O"]) -> Float[Array, "*B I P"]:
+  """Returns a matrix with zeros behind its columns, for a product with any rows."""
+  return jnp.pad(
+    matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, -matrix.shape[-1] % _COLUMNS)]
+  )
 
 
 @jax.custom_jvp

@@ -190,7 +190,8 @@ def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.A
   to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
   count = hidden.shape[0]
   if layout.invariant and layout.mesh is not None and layout.transposed:
-    unembed, to_logits = unembed.T, "cd,dv->cv"  # as the engine multiplies on a mesh
+    # The engine's product on a mesh; the other one has other bits in bfloat16.
+    unembed, to_logits = unembed.T, "cd,dv->cv"
   if layout.invariant:
     hidden = jnp.pad(hidden, ((0, max(0, invariant.MANY - count)), (0, 0)))
   logits = dot(to_logits, hidden, unembed)[:count]

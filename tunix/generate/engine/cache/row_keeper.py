@@ -48,7 +48,7 @@ class RowKeeper:
     windows: the windows of the groups of layers, in the order of `Sequence.pages`;
       None: those of this model.
     stored: returns the number of tokens of a completion that are in its row.
-    choose_width: returns the width to take in place of one that suffices.
+    choose_width: takes the smallest width that suffices, returns the width to use.
 
   Attributes:
     store: rows and pages; None until the first launch.

@@ -174,7 +174,9 @@ def _attend(
   def of_values(weights, v):
     weights = invariant.kept(weights.astype(query.dtype), is_invariant)
     weights = weights.reshape(r, heads, -1, weights.shape[-1])
-    out = _of_tiles("rkjaw,rkjwe->rkjae", weights, v, dtype)
+    features = v.shape[4]
+    v = invariant.widened(v) if is_invariant else v
+    out = _of_tiles("rkjaw,rkjwe->rkjae", weights, v, dtype)[..., :features]
     return out.swapaxes(2, 3).reshape(r, heads, n // heads, q, h)
 
   if is_invariant:
@@ -268,7 +270,7 @@ class Store:
     return self.rows_v[0].shape[3]
 
   def of_width(self, width: int) -> Store:
-    """Returns this store, whose leaves are shapes, with rows of `width` tokens."""
+    """Returns a copy with rows of `width` tokens; the leaves must be shapes."""
 
     def keys(x):
       shape = *x.shape[:2], width // x.shape[4], *x.shape[3:]

@@ -25,8 +25,8 @@ class WidthPrograms:
   """Knows which programs are compiled for which width of rows.
 
   A width has several programs that take seconds to compile. After `start`, a launch
-  does not wait for them: it runs in wider rows whose programs are compiled, and a
-  thread compiles those of its own width.
+  runs in wider rows if more of its programs are compiled for them, and a thread
+  compiles those of its own width. What no thread has compiled, the launch compiles.
 
   Attributes:
     kind: kind of the present launch; launches of one kind call the same programs.
@@ -41,18 +41,18 @@ class WidthPrograms:
     self._compiled: dict[tuple[Hashable, int], set[Any]]
     self._compiled = collections.defaultdict(set)
     self._job: _Job | None = None
-    self._width = 0  # that was chosen last
+    self._width = 0  # the last result of `choose`
 
   def note(self) -> None:
     """Notes the programs that are called with rows from now on, see `noted`."""
     self._is_noting, self._is_on = True, False
 
   def start(self, width: int) -> None:
-    """Compiles in a thread from now on, first what `width` lacks.
+    """Starts compiling in threads, with the missing programs of `width` first.
 
-    Does nothing without rows. Does nothing with several processes either: they must run
-    the same programs, and which width a launch has depends on time from now on.
-    The thread has the mesh of its caller and no other context: a launch inside
+    Does nothing if attention does not read rows, or with several processes: these must
+    run the same programs, and time now decides which width a launch has. A thread has
+    the mesh of the launch that starts it and no other context of JAX: a launch inside
     `jax.default_matmul_precision`, for example, compiles its programs itself.
     """
     self._is_on = jax.process_count() == 1 and bool(self._forms)
@@ -60,7 +60,7 @@ class WidthPrograms:
     self.choose(width)
 
   def close(self) -> None:
-    """Ends the thread, once it has compiled the program that it is at."""
+    """Cancels the thread's remaining programs, without waiting for the present one."""
     self._is_noting = self._is_on = False
     if self._job is not None:
       self._job.is_cancelled = True
@@ -75,12 +75,17 @@ class WidthPrograms:
       yield
 
   def choose(self, width: int) -> int:
-    """Returns the width of at least `width` that has most programs of this launch."""
+    """Returns the width from `width` on with most of this launch's programs."""
     if not self._is_on:
       return width
     if self._job is not None and self._job.is_done():
       if (error := self._job.error) is not None:
-        _log.warning("compiling for rows of %d tokens: %r", self._job.width, error)
+        _log.warning(
+          "compiling programs for rows of %d tokens failed: %r; from now on, "
+          "completions wait for the programs of new widths",
+          self._job.width,
+          error,
+        )
         self.close()
         return width
       self._compiled[self._job.kind, self._job.width] |= self._job.forms.keys()
@@ -98,7 +103,7 @@ class WidthPrograms:
   def _note(self, name: str, jitted: Callable[..., Any], args: tuple[Any, ...]) -> None:
     have = len(self._compiled.get((self.kind, self._width), ()))
     if self._is_on and have and have == len(self._forms[self.kind]):
-      return  # the rest takes some ms, for which the launch waits
+      return  # all are known; to find this out below would take the launch some ms
     stores = [x for x in jax.tree.leaves(args, is_leaf=_is_store) if _is_store(x)]
     if not stores:
       return
@@ -128,7 +133,7 @@ class _Job:
     self.kind, self.width, self.forms = kind, width, forms
     self.is_cancelled, self.error = False, None
     self._mesh = mesh_lib.current_mesh()
-    # The end of Python aborts a process with a daemon thread that compiles.
+    # Not a daemon: Python's end aborts the process if a daemon thread compiles.
     self._thread = threading.Thread(target=self._run, daemon=False)
     self._thread.name = f"programs of width {width}"
     self._thread.start()
@@ -166,7 +171,7 @@ def _shapes(args: Any, width: int | None = None) -> Any:
 def _shape(x: Any) -> Any:
   if not hasattr(x, "dtype"):
     return x
-  # A program for arrays without a fixed place is another one than for placed arrays.
+  # JAX compiles other programs for committed arrays than for uncommitted ones.
   is_placed = getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct))
   return jax.ShapeDtypeStruct(
     x.shape,

@@ -43,7 +43,7 @@ def run(engine: Any, requests: Seq[EngineRequest]) -> list[list[Completion]]:
 
 
 def plain_request(config: EngineConfig, token: int) -> EngineRequest:
-  """Returns a short request, whose rows are as narrow as in most requests.
+  """Returns a short request, for which the narrowest rows suffice.
 
   Args:
     config: sizes of the engine.

@@ -109,7 +109,7 @@ class Device:
       self.draft.release()
 
   def close(self) -> None:
-    """Releases all, and ends the thread that compiles."""
+    """Frees the memory of the device, and cancels the thread that compiles."""
     self.widths.close()
     self.release()
 

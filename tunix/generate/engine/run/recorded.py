@@ -35,8 +35,8 @@ def launch(
     config: sizes of the engine.
     sequences: completions with all rules that the engine is to support.
     sources: all sources of drafts; the last one runs the most.
-    widths: widths of rows whose programs are called. None: those of the largest sizes
-      only, with the widest rows and most prompt tokens in a round.
+    widths: widths of rows whose programs are called. None: the widest rows only, with
+      the largest round of prompt tokens.
   """
   first = dataclasses.replace(
     sequences[0], uses=frozenset().union(*(s.uses for s in sequences)), slot=0

@@ -112,7 +112,7 @@ def attend(
   sizes = block_size(t, query_block), block_size(s, key_block)
   if is_invariant:
     # XLA multiplies a single row, and numbers of keys with a rest, in another order.
-    sizes = max(2, sizes[0]), sizes[1] + -sizes[1] % 32
+    sizes = max(2, sizes[0]), sizes[1] + -sizes[1] % 64
   passes = None if visible.mask is not None else _mean_passes(s, window, sizes[1])
   options = _Options(scale, softcap, window, sizes, passes, is_invariant)
   index = _cut_visibility(visible, options, s)
@@ -270,8 +270,11 @@ def _forward(options, query, key, value, index, sinks):
 
       def of_values(weights):
         weights = invariant.kept(weights.astype(value.dtype), options.is_invariant)
-        operands = options.operands(weights, value[j])
-        return _product("bkgts,bksh->bkgth", *operands)
+        values = value[j]
+        if options.is_invariant:
+          values = invariant.widened(values)
+        operands = options.operands(weights, values)
+        return _product("bkgts,bksh->bkgth", *operands)[..., : value.shape[-1]]
 
       return with_keys(carry, scores, of_values, options.is_invariant)
 

@@ -63,7 +63,7 @@ class TransposedKernel(nnx.Module):
     invariant: bool = False,
   ) -> Float[Array, "*B O"]:
     """Returns product(x, kernel); see `few_rows` for `invariant`."""
-    is_whole = not (invariant and self.matrix.shape[0] % LANES)
+    is_whole = not (invariant and self.matrix.shape[0] < LANES)
     if x.dtype == jnp.float32 and suits(x) and is_whole:
       return few_rows(x, self.matrix[...], invariant)
     return product(x, self[...].astype(x.dtype))
@@ -81,15 +81,19 @@ def few_rows(
 ) -> Float[Array, "*B O"]:
   """Returns x times the transposed matrix, in float32.
 
-  With `invariant`, the bits of a row are those of `invariant_product`, if the number of
-  outputs is a multiple of LANES.
+  With `invariant`, the bits of a row are those of `invariant_product`, if there are at
+  least LANES outputs.
   """
-  rows = doubled(x.reshape(-1, x.shape[-1]))
+  rows = doubled(x.reshape(-1, x.shape[-1]), invariant)
+  how = {"preferred_element_type": jnp.float32}
   if invariant:
-    rows = jnp.pad(rows, ((0, -rows.shape[0] % LANES), (0, 0)))
-  out = jnp.einsum("oi,ri->or", matrix, rows, preferred_element_type=jnp.float32)
-  # Without the barrier, XLA swaps the operands and has no small result to transpose.
-  out = jax.lax.optimization_barrier(out).T[: math.prod(x.shape[:-1])]
+    # With the matrix as left operand, the order depends on the number of rows.
+    out = jnp.einsum("ri,oi->ro", rows, matrix, **how)
+  else:
+    out = jnp.einsum("oi,ri->or", matrix, rows, **how)
+    # Without the barrier, XLA swaps the operands and has no small result to transpose.
+    out = jax.lax.optimization_barrier(out).T
+  out = out[: math.prod(x.shape[:-1])]
   return out.reshape(*x.shape[:-1], matrix.shape[0])
 
 
@@ -143,10 +147,15 @@ def invariant_product(
   return rounded(out)
 
 
-def doubled(x: Float[Array, "*B N I"]) -> jax.Array:
-  """Returns x; a single row of bfloat16 twice on a CPU, where two take less time."""
-  is_slow = _is_half(x) and math.prod(x.shape[:-1]) == 1
-  return jnp.concatenate([x, x], axis=-2) if is_slow else x
+def doubled(x: Float[Array, "*B N I"], invariant: bool = False) -> jax.Array:
+  """Returns x, or a single row twice.
+
+  Two rows of bfloat16 take less time than one on a CPU. With `invariant`, the bits of a
+  row must be those that it has among others, in any dtype.
+  """
+  is_single = math.prod(x.shape[:-1]) == 1
+  is_needed = is_single and (invariant or _is_half(x))
+  return jnp.concatenate([x, x], axis=-2) if is_needed else x
 
 
 def take(table: Float[Array, "N D"], indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
