@@ -40,6 +40,13 @@ def test_the_number_of_rows_changes_no_bit(model, want, count):
   same(logps(model, PAIRS[:count]), want[:count])
 
 
+def test_a_single_tile_has_the_bits_of_one_among_others():
+  """XLA puts a loop of one step into its surroundings, and fuses it with them."""
+  model = scored.model("dense", dtype=jnp.float32)
+  want = logps(model, PAIRS, tile_rows=1)
+  same(logps(model, PAIRS[:1], tile_rows=1), want[:1])
+
+
 def test_the_order_of_rows_changes_no_bit(model, want):
   order = np.random.default_rng(0).permutation(len(PAIRS))
   same(logps(model, [PAIRS[i] for i in order]), want[order])

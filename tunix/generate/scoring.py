@@ -23,6 +23,7 @@ from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.models.transformer.dense import dropout
 from tunix.models.transformer.experts import route_records, routing
+from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.shards import sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.ops import masks
@@ -322,8 +323,14 @@ def _by_tiles(
 
   # Without the checkpoint, a program with gradients also stores intermediate results of
   # the forward pass. The compiler then fuses it differently, which changes its bits.
-  tile = jax.checkpoint(lambda rows: one(nnx.merge(graph, state), rows))
-  out = jax.lax.map(tile, jax.tree.map(cut, rows))
+  def tile(rows):
+    made = nnx.merge(graph, state)
+    # Else the compiler may also fuse a single tile otherwise than one of several.
+    if isinstance(made, Transformer) and rows.images is None:
+      made.add_in_one_order()
+    return one(made, rows)
+
+  out = jax.lax.map(jax.checkpoint(tile), jax.tree.map(cut, rows))
   return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[:count], out)
 
 

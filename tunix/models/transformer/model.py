@@ -7,6 +7,7 @@ the loop.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer import cache as cache_lib
 from tunix.models.transformer.attention import kv_sharing, rope
+from tunix.models.transformer.attention.layer import Attention
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.configs import checks
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.decoder_layers import DecoderLayers
 from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
@@ -275,6 +278,23 @@ class Transformer(DecoderLayers):
       vocab_axis=rules.tp if splits_vocab else None,
       invariant=self.config.batch_invariant,
     )
+
+  def add_in_one_order(self) -> None:
+    """Sets `batch_invariant` of this model, on a CPU without a mesh, if it can be set.
+
+    It then has one order of adding in every program that computes the same shapes.
+    """
+    is_alone = mesh_lib.context_mesh() is None
+    if not (is_alone and mesh_lib.context_platform() == "cpu"):
+      return
+    if checks.variant_parts(self.config):
+      return
+    self.config = dataclasses.replace(self.config, batch_invariant=True)
+    for _, node in nnx.iter_graph(self):
+      if isinstance(node, Attention):
+        node.implementation = "invariant"
+      elif hasattr(node, "invariant"):
+        node.invariant = True
 
   def get_model_input(self) -> dict[str, jax.Array]:
     """Returns small arguments of a call, which qwix traces (see dense/qwix_seam.py).

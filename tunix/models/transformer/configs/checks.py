@@ -141,11 +141,16 @@ def _check_mla(config: TransformerConfig) -> None:
 def _check_invariant(config: TransformerConfig) -> None:
   if not config.batch_invariant:
     return
+  for name, (value, wanted) in variant_parts(config).items():
+    raise ValueError(
+      f"{name} is {value!r} with batch_invariant; expected {wanted!r}. Change "
+      f"{name}, or set batch_invariant to False"
+    )
+
+
+def variant_parts(config: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+  """Returns fields that exclude `batch_invariant`: {name: (value, expected value)}."""
   want = {"attention": "auto", "moe": None, "mla": None, "mixer": None}
   want |= {"layer_input_dim": None, "layer_scalars": False}
-  for name, value in named_values(config, want).items():
-    if value != want[name]:
-      raise ValueError(
-        f"{name} is {value!r} with batch_invariant; expected {want[name]!r}. Change "
-        f"{name}, or set batch_invariant to False"
-      )
+  values = named_values(config, want).items()
+  return {name: (value, want[name]) for name, value in values if value != want[name]}
