@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
   parser.add_argument("cases", nargs="*", metavar="case", help="default: all")
   parser.add_argument("--passes", type=int, default=5)
   parser.add_argument("--requests", type=int, default=64, help="of ragged, host, first")
-  parser.add_argument("--slots", type=int, default=8, help="not of equal and group")
+  parser.add_argument(
+    "--slots", type=int, default=8, help="of ragged, copy, host, first"
+  )
   parser.add_argument("--draft", type=int, default=4, help="of copy: draft tokens")
   parser.add_argument("--layers", type=int, default=8)
   parser.add_argument("--vocab", type=int, default=32000)

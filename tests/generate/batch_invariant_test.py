@@ -13,7 +13,11 @@ from tunix.generate import scoring
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler, sampler_of
+from tunix.models import quantization
 from tunix.models.automodel import AutoModel
+from tunix.models.transformer.attention.layer import Attention
+from tunix.models.transformer.config import DeltaNetConfig, fields_by_type
+from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
 # The compiler decides about the bits of products.
@@ -89,6 +93,7 @@ def test_rows_of_several_blocks_of_keys_and_single_rows(dtype):
   assert differing(model, sampler, 290, temperature=1.0, rows=slice(3, 4)) == 0
 
 
+ON = {"batch_invariant": True}
 TIED = {"tie_embeddings": True, "dtype": jnp.bfloat16}
 
 
@@ -118,6 +123,48 @@ def test_a_mesh_needs_whole_weights(gather, on_mesh):
 def test_one_device_takes_every_layout():
   model = toys.model(batch_invariant=True)
   assert EngineSampler(model, Ids(), gather_weights=False).gather_weights is False
+
+
+def test_layers_of_one_type_are_refused():
+  fields = fields_by_type(
+    linear={"mixer": DeltaNetConfig(num_heads=4, num_key_heads=2)}
+  )
+  with pytest.raises(ValueError, match="mixer is DeltaNetConfig"):
+    toys.config(layer_types=("linear", "full"), type_fields=fields, **ON)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [{}, {"lora_rank": 2}, {"moe": scored.MODELS["moe"]["moe"]}, {"attention": "plain"}]
+  + [{"dtype": jnp.float16}],
+  ids=lambda x: "".join(x),
+)
+def test_exact_mode_sets_it_in_its_own_copy(changes, monkeypatch):
+  seen, set_it = [], Transformer.set_invariant_if_possible
+
+  def watched(model):
+    set_it(model)
+    nodes = [x for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Module)]
+    flags = [x.invariant for x in nodes if hasattr(x, "invariant")]
+    flags += [
+      x.implementation == "invariant" for x in nodes if isinstance(x, Attention)
+    ]
+    assert {*flags} == {model.config.batch_invariant}
+    seen.append(model.config.batch_invariant)
+
+  monkeypatch.setattr(Transformer, "set_invariant_if_possible", watched)
+  model = toys.model(**changes)
+  rows = scored.batch(scored.sequences(4))
+  nnx.eval_shape(lambda m: scoring.score_completions(m, *rows, tile_rows=2), model)
+  assert {*seen} == {"moe" not in changes and not {"attention", "dtype"} & {*changes}}
+  assert not model.config.batch_invariant
+
+
+@pytest.mark.parametrize("method", ["int8", "nf4"])
+def test_quantized_models_stay_as_they_are(method):
+  model = quantization.quantize(toys.model(), method)
+  model.set_invariant_if_possible()
+  assert not model.config.batch_invariant
 
 
 def test_other_models_differ():

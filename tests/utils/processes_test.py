@@ -64,3 +64,9 @@ def test_exit_codes():
   ended.stdout.close()
   wait_until(lambda: processes.has_ended(ended))
   assert processes.kill_group(ended) == 3
+
+
+def test_a_process_that_another_thread_has_just_waited_for_has_ended():
+  process = start("")
+  os.waitpid(process.pid, 0)  # as another thread does before it sets `returncode`
+  assert process.returncode is None and processes.has_ended(process)

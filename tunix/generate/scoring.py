@@ -80,9 +80,11 @@ def score_completions(
   device. They do not depend on the number or order of other rows, on the padding of the
   prompt within P, or on whether gradients are taken. Keep P and R fixed during a run,
   or give `tile_tokens`; the bits then depend on `tile_tokens` instead of P and R. With
-  one row per tile this holds by construction. With more rows, it holds if the compiled
-  products compute all rows of a tile in the same way, which is tested on CPUs only.
-  docs/guides/scoring.md has the cost.
+  one row per tile, no other row enters. With more rows, the compiled products must
+  compute all rows of a tile in the same way. The compiler may also fuse a single tile,
+  or one with a gradient, differently. On a CPU, the tiles are therefore computed by the
+  batch-invariant form of the model, where it has one. This was tested on CPUs only.
+  docs/guides/scoring.md has the cost and the limits.
 
   Args:
     model: our decoder; or a user's model that is called with (tokens, positions, cache,
@@ -324,11 +326,12 @@ def _by_tiles(
   # Without the checkpoint, a program with gradients also stores intermediate results of
   # the forward pass. The compiler then fuses it differently, which changes its bits.
   def tile(rows):
-    made = nnx.merge(graph, state)
-    # Else the compiler may also fuse a single tile otherwise than one of several.
-    if isinstance(made, Transformer) and rows.images is None:
-      made.add_in_one_order()
-    return one(made, rows)
+    tile_model = nnx.merge(graph, state)
+    # XLA inlines a loop of one tile and fuses it with its surroundings, which changes
+    # bits, except in batch-invariant form. With images, that was not compared.
+    if isinstance(tile_model, Transformer) and rows.images is None:
+      tile_model.set_invariant_if_possible()
+    return one(tile_model, rows)
 
   out = jax.lax.map(jax.checkpoint(tile), jax.tree.map(cut, rows))
   return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[:count], out)

@@ -9,9 +9,7 @@ import jax
 from flax import nnx
 
 from tunix.models import calling
-from tunix.models.transformer.dense import qwix_seam
 from tunix.models.transformer.dense.layers import Linear
-from tunix.models.transformer.dense.quantized import QuantizedKernel
 from tunix.models.transformer.experts import route_records
 from tunix.perf import programs
 from tunix.rl.algorithm_config import LOSS_ALGOS, AlgorithmConfig
@@ -86,7 +84,11 @@ def samples_exactly(cluster: RLCluster) -> bool:
     and not rollout.filters
     and rollout.weights is None
     and getattr(actor, "token_rows", None) is None
-    and not any(_is_uncompared(node) for _, node in nnx.iter_graph(actor))
+    and all(
+      node.can_be_invariant
+      for _, node in nnx.iter_graph(actor)
+      if isinstance(node, Linear)
+    )
   )
 
 
@@ -99,13 +101,6 @@ def _splits_rows_alone(actor: nnx.Module) -> bool:
   used = {axis for axis, size in mesh.shape.items() if size > 1}
   # tp splits the sums of a row and cp its tokens; the bits of ep were not compared.
   return jax.process_count() == 1 and used <= {*rules.batch_axes} - {rules.ep}
-
-
-def _is_uncompared(node: object) -> bool:
-  if not isinstance(node, Linear):
-    return False
-  is_other = isinstance(node.kernel, QuantizedKernel) or qwix_seam.is_wrapped(node)
-  return is_other or node.lora_magnitude is not None
 
 
 def buckets_lengths(cluster: RLCluster, config: AlgorithmConfig) -> bool:

@@ -17,7 +17,10 @@ def has_ended(process: subprocess.Popen[Any]) -> bool:
   if process.returncode is not None:
     return True
   flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-  return os.waitid(os.P_PID, process.pid, flags) is not None
+  try:
+    return os.waitid(os.P_PID, process.pid, flags) is not None
+  except ChildProcessError:  # another thread has just waited for it
+    return True
 
 
 def kill_group(process: subprocess.Popen[Any], wait_s: float = 5.0) -> int | None:

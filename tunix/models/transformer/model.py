@@ -26,7 +26,7 @@ from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.decoder_layers import DecoderLayers
 from tunix.models.transformer.dense import cpu_products, dropout, qwix_seam
 from tunix.models.transformer.dense.cpu_products import TransposedKernel
-from tunix.models.transformer.dense.layers import Linear
+from tunix.models.transformer.dense.layers import Linear, RMSNorm
 from tunix.models.transformer.experts import routing
 from tunix.models.transformer.layer_inputs import LayerInputs
 from tunix.models.transformer.layer_maker import LayerMaker
@@ -279,21 +279,27 @@ class Transformer(DecoderLayers):
       invariant=self.config.batch_invariant,
     )
 
-  def add_in_one_order(self) -> None:
-    """Sets `batch_invariant` of this model, on a CPU without a mesh, if it can be set.
+  def set_invariant_if_possible(self) -> None:
+    """Sets `batch_invariant` of a built model, on a CPU without a mesh.
 
-    It then has one order of adding in every program that computes the same shapes.
+    Does nothing if a field, a trained token row, a dtype of 16 bits other than bfloat16
+    or a `Linear` excludes it.
     """
     is_alone = mesh_lib.context_mesh() is None
     if not (is_alone and mesh_lib.context_platform() == "cpu"):
       return
-    if checks.variant_parts(self.config):
+    if checks.invariance_conflict(self.config) or self.token_rows is not None:
+      return
+    nodes = [node for _, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
+    linears = [node for node in nodes if isinstance(node, Linear)]
+    is_half = self.config.dtype == jnp.float16
+    if is_half or not all(x.can_be_invariant for x in linears):
       return
     self.config = dataclasses.replace(self.config, batch_invariant=True)
-    for _, node in nnx.iter_graph(self):
+    for node in nodes:
       if isinstance(node, Attention):
         node.implementation = "invariant"
-      elif hasattr(node, "invariant"):
+      elif isinstance(node, Linear | RMSNorm | DecoderLayer):
         node.invariant = True
 
   def get_model_input(self) -> dict[str, jax.Array]:

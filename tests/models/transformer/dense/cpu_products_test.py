@@ -11,6 +11,7 @@ import pytest
 import qwix
 
 from tests import toys
+from tests.generate import scored
 from tunix.generate.decoders import layout
 from tunix.generate.engine.cache import rows
 from tunix.generate.engine.cache.row_keeper import RowKeeper
@@ -23,6 +24,7 @@ from tunix.models.transformer.dense.cpu_products import (
   TransposedKernel,
   einsum,
   few_rows,
+  invariant_product,
   suits,
   take,
 )
@@ -51,6 +53,19 @@ def test_a_transposed_kernel_gives_the_product(lead):
   half = run(linear, x.astype(jnp.bfloat16))
   assert half.dtype == jnp.bfloat16
   np.testing.assert_allclose(half.astype(np.float32), want, atol=0.2)
+
+
+@scored.has_compared_bits
+@pytest.mark.parametrize("outs", [16, 17, 64])
+def test_invariant_products_of_few_rows_have_the_bits_of_many(outs):
+  x, matrix = normal(300, 160), normal(outs, 160)
+  want = jax.jit(invariant_product)(x, matrix.T)
+  few = jax.jit(functools.partial(few_rows, invariant=True))
+  for count in (1, 2, 3, 8, 200):
+    np.testing.assert_array_equal(few(x[:count], matrix), want[:count])
+  if outs == 64:  # the form without `invariant` has another order
+    plain = jax.jit(few_rows)(x[:8], matrix)
+    assert np.any(np.asarray(plain) != want[:8])
 
 
 def test_few_rows_are_multiplied_the_other_way():

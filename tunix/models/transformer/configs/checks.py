@@ -141,16 +141,22 @@ def _check_mla(config: TransformerConfig) -> None:
 def _check_invariant(config: TransformerConfig) -> None:
   if not config.batch_invariant:
     return
-  for name, (value, wanted) in variant_parts(config).items():
+  if conflict := invariance_conflict(config):
+    name, value, wanted = conflict
     raise ValueError(
       f"{name} is {value!r} with batch_invariant; expected {wanted!r}. Change "
       f"{name}, or set batch_invariant to False"
     )
 
 
-def variant_parts(config: TransformerConfig) -> dict[str, tuple[Any, Any]]:
-  """Returns fields that exclude `batch_invariant`: {name: (value, expected value)}."""
+def invariance_conflict(config: TransformerConfig) -> tuple[str, Any, Any] | None:
+  """Returns name, value and expected value of a field that excludes `batch_invariant`.
+
+  The field may belong to the layers of one type. None: no field excludes it.
+  """
   want = {"attention": "auto", "moe": None, "mla": None, "mixer": None}
   want |= {"layer_input_dim": None, "layer_scalars": False}
-  values = named_values(config, want).items()
-  return {name: (value, want[name]) for name, value in values if value != want[name]}
+  values = [*named_values(config, want).items()]
+  values += [pair for _, own in config.type_fields for pair in own if pair[0] in want]
+  found = ((name, x, want[name]) for name, x in values if x != want[name])
+  return next(found, None)

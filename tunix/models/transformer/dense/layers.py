@@ -131,6 +131,12 @@ class Linear(nnx.Module):
     einsum = self._einsum()
     return self._apply(x, lambda x, w: einsum("...i,io->...o", x, w), lambda v: v)
 
+  @property
+  def can_be_invariant(self) -> bool:
+    """True without a quantized kernel, DoRA and qwix, whose bits were not compared."""
+    is_other = isinstance(self.kernel, QuantizedKernel) or qwix_seam.is_wrapped(self)
+    return not is_other and self.lora_magnitude is None
+
   def _einsum(self) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
     # qwix intercepts einsums (and not `@`) where it can add its parameters.
     return jnp.einsum if qwix_seam.is_wrapped(self) else cpu_products.einsum
