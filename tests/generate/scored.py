@@ -15,7 +15,7 @@ from tunix.models.transformer.config import MoEConfig
 
 P, R = 8, 6
 
-# The bits of batch-invariant models were compared on CPUs with AVX2 and with AVX-512.
+# The bits of batch-invariant models were compared on CPUs with AVX2 or AVX-512.
 _CPU = pathlib.Path("/proc/cpuinfo")
 has_compared_bits = pytest.mark.skipif(
   not _CPU.exists() or "avx2" not in _CPU.read_text(),

@@ -3,8 +3,8 @@
 XLA's CPU backend adds in an order that depends on the number of rows, and on what it
 computes in the same loop. The products here have one order, because their sizes leave
 no rest that the backend would multiply by another kernel. This was measured, with jax
-0.10 and 0.12 on CPUs with AVX2 and with AVX-512 (see docs/guides/scoring.md). XLA does
-not promise it.
+0.10 and 0.12 on a CPU with AVX-512, and for AVX2 as docs/guides/scoring.md says. XLA
+does not promise it.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class TransposedKernel(nnx.Module):
     invariant: bool = False,
   ) -> Float[Array, "*B O"]:
     """Returns product(x, kernel); see `few_rows` for `invariant`."""
-    is_whole = not (invariant and self.matrix.shape[0] < LANES)
-    if x.dtype == jnp.float32 and suits(x) and is_whole:
+    is_wide = not invariant or self.matrix.shape[0] >= LANES
+    if x.dtype == jnp.float32 and suits(x) and is_wide:
       return few_rows(x, self.matrix[...], invariant)
     return product(x, self[...].astype(x.dtype))
 
